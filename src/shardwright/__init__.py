@@ -1,0 +1,54 @@
+"""shardwright: plan, train, verify and serve transformers across every axis of parallelism.
+
+Importing the package is cheap: names that need torch are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwright.comm.mesh import Mesh
+    from shardwright.core.layout import Layout
+    from shardwright.core.ledger import Ledger
+    from shardwright.core.model_config import ModelConfig
+    from shardwright.core.run_config import RunConfig
+    from shardwright.errors import ShardwrightError
+    from shardwright.model.transformer import Transformer
+    from shardwright.parallel.wrap import DataParallel
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DataParallel": "shardwright.parallel.wrap",
+    "Layout": "shardwright.core.layout",
+    "Ledger": "shardwright.core.ledger",
+    "Mesh": "shardwright.comm.mesh",
+    "ModelConfig": "shardwright.core.model_config",
+    "RunConfig": "shardwright.core.run_config",
+    "ShardwrightError": "shardwright.errors",
+    "Transformer": "shardwright.model.transformer",
+}
+
+__all__ = [
+    "DataParallel",
+    "Layout",
+    "Ledger",
+    "Mesh",
+    "ModelConfig",
+    "RunConfig",
+    "ShardwrightError",
+    "Transformer",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'shardwright' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

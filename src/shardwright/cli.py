@@ -1,0 +1,202 @@
+"""The command line: ``shardwright train | verify | bench | generate | tokenize``.
+
+Every verb takes ``--json`` (one JSON object on stdout, nothing else there). Exit codes: 0 done, 1 ran and the answer is
+"no", 2 the user's mistake, 3 a rank failed (named). torch is imported by the verbs that need it, in their ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+
+from shardwright.core.run_config import RunConfig
+from shardwright.errors import ShardwrightError
+
+app = typer.Typer(
+    name="shardwright",
+    help="Plan, train, verify and serve transformers across every axis of parallelism.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(help="Measure a training step beside a peer, interleaved in one run.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+ConfigPath = Annotated[Path, typer.Argument(help="Run file (TOML), for instance examples/tiny.toml.", show_default=False)]
+LayoutText = Annotated[str | None, typer.Option("--layout", help="Layout, for instance dp=2,microbatches=4.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="Change a value: section.key=value. Repeatable.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+
+
+def _print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=2, default=str)
+    sys.stdout.write("\n")
+
+
+@app.command(epilog="Example: shardwright train examples/tiny.toml --layout dp=2 --set train.steps=100")
+def train(
+    config: ConfigPath,
+    layout: LayoutText = None,
+    sets: Sets = None,
+    resume: Annotated[str, typer.Option(help="auto: the last complete checkpoint; none; or a checkpoint folder.")] = "none",
+    profile: Annotated[bool, typer.Option("--profile", help="Write a Perfetto trace of a few steps to trace.json.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model on text; starts its own ranks, or joins torchrun's or srun's."""
+    from shardwright.train.display import TrainDisplay, tokenise_progress
+    from shardwright.train.loop import RunOptions, train as run
+    from shardwright.train.report import final_report
+
+    settings = RunConfig.load(config, sets or (), layout)
+    console = Console(quiet=as_json)
+    with tokenise_progress(console, quiet=as_json) as progress:
+        display = TrainDisplay(settings.train.steps, console=console, quiet=as_json)
+        summary = run(settings, RunOptions(resume, profile), display, progress)
+    ledger = summary.pop("ledger", None)
+    if as_json:
+        found = {name: value.to_json() for name, value in ledger.items()} if ledger else None
+        _print_json({**summary, "ledger": found})
+        return
+    if ledger is not None:
+        final_report(console, settings.train.run_dir, **ledger, peak_bytes=summary["peak_memory_bytes"])
+    if summary["stopped"]:
+        console.print(f"stopped after step {summary['steps']}; continue with --resume auto")
+
+
+@app.command(epilog="Example: shardwright verify examples/tiny.toml --layout dp=2")
+def verify(
+    config: ConfigPath,
+    layout: LayoutText = None,
+    sets: Sets = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 3,
+    mutate: Annotated[str | None, typer.Option(help="Break one thing on purpose and see verification fail.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a layout with one process: loss, every gradient, every updated parameter, every byte."""
+    from shardwright.train.display import tokenise_progress
+    from shardwright.verify.mutate import find_mutation
+    from shardwright.verify.parity import verify as run
+    from shardwright.verify.report import verification_table
+
+    settings = RunConfig.load(config, sets or (), layout)
+    if mutate is not None:
+        find_mutation(mutate)
+    console = Console(quiet=as_json)
+    with tokenise_progress(console, quiet=as_json) as progress:
+        result = run(settings, steps, mutation=mutate, progress=progress)
+    if as_json:
+        _print_json(result.to_json())
+    else:
+        console.print(verification_table(result))
+        console.print("[bold green]passed[/]" if result.passed else "[bold red]failed[/]")
+    raise typer.Exit(0 if result.passed else 1)
+
+
+@app.command(epilog='Example: shardwright generate runs/demo/checkpoints/step-300 --prompt "def main("')
+def generate(
+    model_dir: Annotated[Path, typer.Argument(help="A checkpoint, or a Hugging Face folder.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus to draw from.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Continue a text with a saved model, in this process."""
+    from shardwright.train.continuation import continue_text
+
+    result = continue_text(model_dir, prompt, max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    if as_json:
+        _print_json(result.to_json())
+        return
+    console = Console()
+    console.print(prompt, style="bold", end="", markup=False, highlight=False)
+    console.print(result.text, markup=False, highlight=False)
+    console.print(f"{len(result.tokens)} tokens, {result.tokens_per_second:.0f} tokens/s", style="dim")
+
+
+@app.command(epilog="Example: shardwright tokenize books/ notes.jsonl --out data/books --vocab-size 8192")
+def tokenize(
+    sources: Annotated[list[str], typer.Argument(help="Files, folders and globs.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder of the dataset.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or a folder with one; else one is trained.")] = None,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Vocabulary of a trained tokenizer.")] = 4096,
+    field: Annotated[str, typer.Option(help="Name of the text in .jsonl and .parquet records.")] = "text",
+    valid_fraction: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of documents held out.")] = 0.02,
+    as_json: Json = False,
+) -> None:
+    """Turn text into an indexed dataset (Megatron's .bin and .idx) with a held-out part."""
+    from dataclasses import asdict
+
+    from shardwright.train.display import tokenise_progress
+    from shardwright.train.prepare import tokenize_sources
+
+    console = Console(quiet=as_json)
+    with tokenise_progress(console, quiet=as_json) as progress:
+        info = tokenize_sources(sources, out, tokenizer, vocab_size, field, valid_fraction, progress)
+    if as_json:
+        _print_json({"out": str(out), **asdict(info)})
+        return
+    console.print(
+        f"{out}: {info.documents} documents of {info.files} files; {info.train_tokens} tokens to train on, "
+        f"{info.valid_tokens} held out; {info.skipped} skipped, {info.replaced} with bytes replaced"
+    )
+
+
+@bench_app.command("train", epilog="Example: shardwright bench train --layout dp=2 --peer ddp")
+def bench_train(
+    layout: LayoutText = "dp=2,micro_batch=4",
+    peer: Annotated[str, typer.Option(help="ddp: PyTorch's DistributedDataParallel with fused AdamW.")] = "ddp",
+    model: Annotated[str, typer.Option(help="Preset or Hugging Face folder.")] = "bench-25m",
+    seq_len: Annotated[int, typer.Option(min=2)] = 256,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds of ours, theirs, ours, theirs.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each side in a round.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Keep the JSON here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time a training step of ours and a peer's on the same model, batch and steps, in the same processes."""
+    from shardwright.bench import bench_table, bench_training
+
+    result = bench_training(layout or "dp=2", peer, model, seq_len, rounds, steps)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        _print_json(result)
+    else:
+        Console().print(bench_table(result))
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from shardwright import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main() -> int:
+    """Run the command line and return its exit code; errors of ours are one message on stderr, no traceback."""
+    try:
+        code = app(standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Abort:
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except ShardwrightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+

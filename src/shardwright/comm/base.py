@@ -1,0 +1,110 @@
+"""`Comm`: the verbs of one axis. The only way bytes move between ranks.
+
+Every verb takes the tensor's ``name`` for the ledger and for error messages. Reductions work in place on
+contiguous tensors. ``*_start`` returns a :class:`Work`; ``wait`` returns the seconds the caller stood still.
+Sizes are along dim 0, the packed-token dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+ReduceOp = Literal["sum", "avg", "max"]
+
+
+class Work:
+    """A verb in flight. The default is one that is already done."""
+
+    def wait(self) -> None:
+        """Return when the result is there; raises :class:`RankError` when a peer is gone or time is up."""
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once when the result is there (for timing; from any thread)."""
+        callback()
+
+
+class Comm(ABC):
+    """One axis of ranks. ``rank`` is the position on the axis, ``ranks`` the world ranks on it."""
+
+    axis: str
+    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    # -- reductions and gathers ----------------------------------------------------------------------
+
+    @abstractmethod
+    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
+        """Reduce ``tensor`` over the axis, in place, and return at once."""
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Tensor:
+        """Reduce ``tensor`` over the axis in place and return it."""
+        self.all_reduce_start(tensor, op, name=name).wait()
+        return tensor
+
+    @abstractmethod
+    def reduce_scatter_start(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
+        """``tensor`` (N*k, ...) -> ``output`` (k, ...): rank r gets the reduced r-th piece."""
+
+    def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Tensor:
+        """(N*k, ...) -> (k, ...): rank r gets the reduced r-th piece."""
+        output = tensor.new_empty(_divided(tensor, self.size, self.axis, name))
+        self.reduce_scatter_start(output, tensor, op, name=name).wait()
+        return output
+
+    @abstractmethod
+    def all_gather_start(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """``tensor`` (k, ...) of each rank, one after another -> ``output`` (N*k, ...)."""
+
+    def all_gather(self, tensor: Tensor, *, name: str) -> Tensor:
+        """(k, ...) -> (N*k, ...), in rank order."""
+        output = tensor.new_empty((tensor.shape[0] * self.size, *tensor.shape[1:]))
+        self.all_gather_start(output, tensor, name=name).wait()
+        return output
+
+    @abstractmethod
+    def all_to_all(
+        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
+    ) -> Tensor:
+        """Rows ``send_sizes[r]`` of ``tensor`` go to rank r; ``receive_sizes[r]`` rows come from it. Sizes may be 0."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int = 0, *, name: str) -> Tensor:
+        """``tensor`` of the axis' rank ``root`` to all, in place."""
+
+    # -- neighbours ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def send(self, tensor: Tensor, to: int, *, name: str) -> Work:
+        """Start sending ``tensor`` to the axis' rank ``to``; never blocks. The tensor must stay until ``wait``."""
+
+    @abstractmethod
+    def receive(self, output: Tensor, source: int, *, name: str) -> Work:
+        """Start receiving into ``output`` from the axis' rank ``source``."""
+
+    # -- control -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def barrier(self, *, name: str = "barrier") -> None:
+        """Return when all ranks of the axis have called it."""
+
+    @abstractmethod
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Small Python values of all ranks, in rank order (control traffic: not in the ledger)."""
+
+    def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer that the verbs of this axis move best; uninitialised."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+def _divided(tensor: Tensor, size: int, axis: str, name: str) -> tuple[int, ...]:
+    assert tensor.shape[0] % size == 0, f"{name}: {tensor.shape[0]} rows do not divide over {axis}={size}"
+    return (tensor.shape[0] // size, *tensor.shape[1:])

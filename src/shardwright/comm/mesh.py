@@ -1,0 +1,92 @@
+"""`Mesh`: a Layout and a rank, with one `Comm` per axis and per composite axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwright.comm.base import Comm
+from shardwright.comm.dist import dist_comm
+from shardwright.comm.dry import DryComm
+from shardwright.comm.record import RecordComm, Recorder
+from shardwright.comm.solo import SoloComm
+from shardwright.core.layout import Layout
+
+MESH_AXES = ("tp", "cp", "dp", "pp", "dp_cp", "world", "ep", "edp")
+"""Axes that get a communicator, in the order in which all ranks create them."""
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+class Mesh:
+    """Coordinates of one rank and its communicators; axes with the same ranks share one transport.
+
+    ``mesh.tp``, ``mesh.cp``, ``mesh.dp``, ``mesh.pp``, ``mesh.dp_cp`` (ranks that hold the same dense slice),
+    ``mesh.world``, ``mesh.ep`` and ``mesh.edp``. Every verb is written to ``mesh.recorder``'s ledger.
+    """
+
+    tp: Comm
+    cp: Comm
+    dp: Comm
+    pp: Comm
+    dp_cp: Comm
+    world: Comm
+    ep: Comm
+    edp: Comm
+
+    def __init__(self, layout: Layout, rank: int, make: Callable[[str, Groups], Comm]) -> None:
+        self.layout, self.rank = layout, rank
+        self.grid = layout.grid
+        self.coordinates = self.grid.coordinates(rank)
+        self.recorder = Recorder()
+        transports: dict[Groups, Comm] = {}
+        for axis in MESH_AXES:
+            groups = self.grid.axis_groups(axis)
+            ranks = next(group for group in groups if rank in group)
+            if len(ranks) == 1:
+                setattr(self, axis, SoloComm(axis, rank))
+                continue
+            if groups not in transports:
+                transports[groups] = make(axis, groups)
+            setattr(self, axis, _renamed(RecordComm(transports[groups], self.recorder), axis))
+
+    @classmethod
+    def solo(cls) -> Mesh:
+        """The mesh of one process."""
+        return cls(Layout(), 0, lambda axis, groups: SoloComm(axis))
+
+    @classmethod
+    def distributed(cls, layout: Layout, rank: int, timeout_s: float = 120.0) -> Mesh:
+        """The mesh over ``torch.distributed`` (already initialised)."""
+        return cls(layout, rank, lambda axis, groups: dist_comm(axis, groups, timeout_s))
+
+    @classmethod
+    def dry(cls, layout: Layout, rank: int = 0) -> Mesh:
+        """A mesh of any size with shapes only."""
+
+        def make(axis: str, groups: Groups) -> Comm:
+            ranks = next(group for group in groups if rank in group)
+            return DryComm(axis, ranks.index(rank), ranks)
+
+        return cls(layout, rank, make)
+
+    def axis(self, name: str) -> Comm:
+        comm: Comm = getattr(self, name)
+        return comm
+
+    def reduce_comms(self, axes: tuple[str, ...]) -> list[Comm]:
+        """Communicators that together sum over ``axes``: dp and cp as one group, tp as another; size 1 left out."""
+        comms = [self.tp] if "tp" in axes else []
+        data = tuple(axis for axis in ("cp", "dp") if axis in axes)
+        comms += [self.dp_cp] if len(data) == 2 else [self.axis(axis) for axis in data]
+        return [comm for comm in comms if comm.size > 1]
+
+    def wrap(self, wrapper: Callable[[Comm], Comm]) -> Mesh:
+        """Replace every communicator by ``wrapper(comm)`` (fault injection, mutations); returns self."""
+        for axis in MESH_AXES:
+            setattr(self, axis, wrapper(self.axis(axis)))
+        return self
+
+
+def _renamed(comm: RecordComm, axis: str) -> RecordComm:
+    comm.axis = axis
+    return comm

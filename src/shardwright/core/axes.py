@@ -1,0 +1,113 @@
+"""Rank arithmetic: how the ranks of a run are laid out over the mesh axes.
+
+World order, innermost (fastest links) first: ``tp, cp, dp, pp`` (default) or ``tp, cp, pp, dp``. Expert
+layers see the ``tp*cp*dp`` ranks of one pipeline stage a second time, as ``(edp, ep)`` with ``ep``
+innermost: ``ep`` is not a further factor of the world size.
+
+>>> grid = RankGrid(tp=2, dp=2, pp=2)
+>>> grid.coordinates(5)
+{'tp': 1, 'cp': 0, 'dp': 0, 'pp': 1}
+>>> grid.groups(("dp",))
+((0, 2), (1, 3), (4, 6), (5, 7))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+AXES = ("tp", "cp", "dp", "pp")
+"""The factors of the world size."""
+
+ORDERS: Mapping[str, tuple[str, ...]] = {
+    "tp-cp-dp-pp": ("tp", "cp", "dp", "pp"),
+    "tp-cp-pp-dp": ("tp", "cp", "pp", "dp"),
+}
+
+COMPOSITE_AXES: Mapping[str, tuple[str, ...]] = {
+    "dp_cp": ("cp", "dp"),
+    "stage": ("tp", "cp", "dp"),
+    "world": ("tp", "cp", "dp", "pp"),
+}
+"""Axes that are used as one group: ``dp_cp`` holds the same dense slice, ``stage`` one pipeline stage."""
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Degrees of every axis, with the maps between a rank, its coordinates and its groups."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    order: str = "tp-cp-dp-pp"
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage: ``tp*cp*dp``, the ranks that ``(edp, ep)`` folds."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def edp(self) -> int:
+        return self.stage_size // self.ep
+
+    def degree(self, axis: str) -> int:
+        """Ranks along an axis, a composite axis, ``ep`` or ``edp``."""
+        if axis in COMPOSITE_AXES:
+            return prod(self.degree(part) for part in COMPOSITE_AXES[axis])
+        return int(getattr(self, axis))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of ``rank`` on each of the four axes."""
+        found: dict[str, int] = {}
+        for axis in ORDERS[self.order]:
+            rank, found[axis] = divmod(rank, self.degree(axis))
+        return {axis: found[axis] for axis in AXES}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The inverse of :meth:`coordinates`; a missing axis counts as 0."""
+        rank, stride = 0, 1
+        for axis in ORDERS[self.order]:
+            rank += coordinates.get(axis, 0) * stride
+            stride *= self.degree(axis)
+        return rank
+
+    def stage_ranks(self, pp: int) -> tuple[int, ...]:
+        """The ranks of pipeline rank ``pp``, tp innermost, then cp, then dp."""
+        return tuple(
+            self.rank({"tp": tp, "cp": cp, "dp": dp, "pp": pp})
+            for dp, cp, tp in product(range(self.dp), range(self.cp), range(self.tp))
+        )
+
+    def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that differ only along ``axes``; inside a group the first axis is innermost."""
+        others = [axis for axis in AXES if axis not in axes]
+        groups = []
+        for fixed in product(*(range(self.degree(axis)) for axis in reversed(others))):
+            base = dict(zip(reversed(others), fixed, strict=True))
+            members = product(*(range(self.degree(axis)) for axis in reversed(axes)))
+            groups.append(
+                tuple(self.rank({**base, **dict(zip(reversed(axes), member, strict=True))}) for member in members)
+            )
+        return tuple(sorted(groups, key=min))
+
+    def axis_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of an axis by name: a mesh axis, a composite axis, ``ep`` or ``edp``."""
+        if axis in ("ep", "edp"):
+            return self._folded_groups(axis)
+        return self.groups(COMPOSITE_AXES.get(axis, (axis,)))
+
+    def _folded_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        groups: list[tuple[int, ...]] = []
+        for stage in range(self.pp):
+            ranks = self.stage_ranks(stage)
+            rows = [ranks[start : start + self.ep] for start in range(0, len(ranks), self.ep)]
+            groups += rows if axis == "ep" else [tuple(column) for column in zip(*rows, strict=True)]
+        return tuple(groups)

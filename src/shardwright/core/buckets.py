@@ -1,0 +1,81 @@
+"""How gradients are packed into buckets: a pure function of the specs, so the plan and the run cannot disagree.
+
+One group per (axes to reduce over); inside a group, units in reverse order of use (the last used is ready first), cut
+into buckets of at most ``bucket_mb``. Inside a bucket the decayed parameters come first, so that each bucket has one
+decayed and one undecayed range, and neighbours of one unit stay neighbours in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Member:
+    """One trainable parameter as the buckets see it. ``units``: every unit that uses it (a tied weight has two)."""
+
+    name: str
+    shape: tuple[int, ...]
+    units: tuple[str, ...]
+    decay: bool
+    reduce_axes: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Names and offsets of one bucket. ``[0, num_decayed)`` decays, ``[num_decayed, numel)`` does not."""
+
+    name: str
+    reduce_axes: tuple[str, ...]
+    members: tuple[Member, ...]
+    offsets: tuple[int, ...]
+    num_decayed: int
+    numel: int
+
+    @property
+    def units(self) -> frozenset[str]:
+        return frozenset(unit for member in self.members for unit in member.units)
+
+
+def plan_buckets(members: Iterable[Member], unit_order: Sequence[str], bucket_mb: float, element_bytes: int = 4) -> list[BucketPlan]:
+    """Buckets in the order in which they become ready during backward.
+
+    ``unit_order`` lists the units in order of use. A parameter is ready when the earliest unit that uses it is done
+    (backward reaches it last). A parameter larger than ``bucket_mb`` MiB gets a bucket of its own.
+    """
+    place = {unit: index for index, unit in enumerate(unit_order)}
+    limit = max(1, int(bucket_mb * 2**20 / element_bytes))
+    ordered = sorted(members, key=lambda m: -min(place[unit] for unit in m.units))  # stable: order inside a unit stays
+    open_members: dict[tuple[str, ...], list[Member]] = {}
+    closed: list[tuple[int, tuple[str, ...], list[Member]]] = []
+
+    def close(axes: tuple[str, ...]) -> None:
+        group = open_members.pop(axes)
+        closed.append((min(place[unit] for member in group for unit in member.units), axes, group))
+
+    for member in ordered:
+        axes = member.reduce_axes
+        filled = sum(m.numel for m in open_members.get(axes, []))
+        if filled and filled + member.numel > limit:
+            close(axes)
+        open_members.setdefault(axes, []).append(member)
+    for axes in list(open_members):
+        close(axes)
+    closed.sort(key=lambda item: -item[0])
+    return [_bucket(index, axes, group) for index, (_, axes, group) in enumerate(closed)]
+
+
+def _bucket(index: int, axes: tuple[str, ...], group: list[Member]) -> BucketPlan:
+    members = [m for m in group if m.decay] + [m for m in group if not m.decay]
+    offsets, end = [], 0
+    for member in members:
+        offsets.append(end)
+        end += member.numel
+    decayed = sum(m.numel for m in members if m.decay)
+    return BucketPlan(f"gradients.{index}", axes, tuple(members), tuple(offsets), decayed, end)

@@ -1,0 +1,236 @@
+"""`Layout`: the degrees and switches of one run, a value that goes through everything.
+
+>>> layout = Layout.parse("tp=8,pp=2,dp=4,zero=1,schedule=1f1b,microbatches=16")
+>>> layout.world_size
+64
+>>> str(layout)
+'tp=8,dp=4,pp=2,zero=1,schedule=1f1b,microbatches=16'
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
+
+from shardwright.core.axes import ORDERS, RankGrid
+from shardwright.core.model_config import ModelConfig
+from shardwright.errors import LayoutError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "recompute": ("none", "selective", "full"),
+    "reshard": ("always", "after_backward"),
+    "offload": ("none", "optimizer", "params"),
+    "cp_kind": ("ring", "allgather", "ulysses"),
+    "accumulate": ("defer", "reduce"),
+    "zero1_reduce": ("scatter", "allreduce"),
+    "reduce_dtype": ("fp32", "bf16", "fp16"),
+    "comm": ("auto", "shm", "gloo", "nccl"),
+    "order": tuple(ORDERS),
+    "precision": ("fp32", "bf16", "fp8", "fp4", "fp64"),
+    "sp": ("auto", "on", "off"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of each axis and every switch that says who computes what and when it is sent.
+
+    ``microbatches`` is the number of micro-batches of one step on one data-parallel rank (at pp=1 this is
+    gradient accumulation), ``micro_batch`` the sequences in each. Raises :class:`LayoutError` when a value
+    is out of range or two values contradict each other.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    micro_batch: int = 1
+    virtual: int = 1
+    sp: str = "auto"
+    recompute: str = "none"
+    reshard: str = "always"
+    dp_replicate: int = 1
+    offload: str = "none"
+    offload_fraction: float = 1.0
+    delayed_update: bool = False
+    cp_kind: str = "ring"
+    moe: str = "dropless"
+    bucket_mb: float = 25.0
+    prefetch: int = 1
+    accumulate: str = "defer"
+    reduce_dtype: str = "fp32"
+    zero1_reduce: str = "scatter"
+    tp_overlap: int = 1
+    stages: str = ""
+    comm: str = "auto"
+    order: str = "tp-cp-dp-pp"
+    precision: str = "fp32"
+
+    # -- text form ---------------------------------------------------------------------------------
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read ``key=value,key=value``, in any order; what is left out has its default."""
+        values: dict[str, Any] = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            key, separator, value = part.partition("=")
+            if not separator or not value:
+                raise LayoutError(f"layout: {part!r} is not key=value; write for instance dp=2,zero=1")
+            key = key.strip()
+            if key in values:
+                raise LayoutError(f"layout: {key} is given twice; give it once")
+            values[key] = value.strip()
+        return cls.of(values)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Layout:
+        """Build from a mapping whose values may be text (from a command line) or typed (from TOML)."""
+        known = {field.name: field for field in fields(cls)}
+        typed: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else "known keys: " + ", ".join(known)
+                raise LayoutError(f"layout: unknown key {key!r}; {hint}")
+            typed[key] = _typed(key, value, type(known[key].default))
+        return cls(**typed)
+
+    def with_(self, **changes: Any) -> Layout:
+        """A copy with some values changed (and everything checked again)."""
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        shown = [
+            f"{field.name}={_text(getattr(self, field.name))}"
+            for field in fields(self)
+            if field.default is not MISSING and getattr(self, field.name) != field.default
+        ]
+        return ",".join(shown) or "dp=1"
+
+    # -- derived -----------------------------------------------------------------------------------
+
+    @property
+    def grid(self) -> RankGrid:
+        return RankGrid(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, order=self.order)
+
+    @property
+    def world_size(self) -> int:
+        return self.grid.world_size
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """``sp`` resolved: on when tp > 1 unless switched off."""
+        return self.sp == "on" or (self.sp == "auto" and self.tp > 1)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages: ``virtual`` chunks on each pipeline rank."""
+        return self.pp * self.virtual
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of one optimizer step over all ranks."""
+        return self.dp * self.microbatches * self.micro_batch
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def __post_init__(self) -> None:
+        least_one = "tp cp dp pp ep microbatches micro_batch virtual dp_replicate tp_overlap".split()
+        for name in least_one:
+            if getattr(self, name) < 1:
+                raise LayoutError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.zero not in (0, 1, 2, 3):
+            raise LayoutError(f"zero={self.zero} is not a ZeRO stage; use 0 (DDP), 1, 2 or 3 (FSDP)")
+        for name, choices in CHOICES.items():
+            _check_choice(name, getattr(self, name), choices)
+        if not self.schedule.startswith("file:"):
+            _check_choice("schedule", self.schedule, SCHEDULES)
+        if self.bucket_mb <= 0:
+            raise LayoutError(f"bucket_mb={self.bucket_mb} must be above 0 (MiB per gradient bucket; 25 is usual)")
+        if not 0 <= self.offload_fraction <= 1:
+            raise LayoutError(f"offload_fraction={self.offload_fraction} must lie between 0 and 1")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        if self.grid.stage_size % self.ep:
+            good = _divisors(self.grid.stage_size)
+            raise LayoutError(f"ep={self.ep} must divide tp*cp*dp={self.grid.stage_size}; use ep={good}")
+        for axis, size in (("dp*cp", self.dp * self.cp), ("edp", self.grid.edp)):
+            if size % self.dp_replicate:
+                raise LayoutError(
+                    f"dp_replicate={self.dp_replicate} must divide {axis}={size}; use dp_replicate={_divisors(size)}"
+                )
+        if self.virtual > 1 and self.pp == 1:
+            raise LayoutError(f"virtual={self.virtual} needs pp > 1; set pp or leave virtual out")
+        if self.sp == "on" and self.tp == 1:
+            raise LayoutError("sp=on needs tp > 1: with tp=1 no tokens are split; leave sp out")
+
+    def check_world(self, num_processes: int) -> None:
+        """Refuse a world of another size than the layout's."""
+        if num_processes != self.world_size:
+            raise LayoutError(
+                f"layout {self} needs {self.world_size} processes (tp*cp*dp*pp) but {num_processes} were started; "
+                f"start {self.world_size} or change a degree (for instance dp={num_processes})"
+            )
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Refuse what this model cannot be cut into, before any process starts."""
+        if model.num_heads % self.tp:
+            raise LayoutError(
+                f"tp={self.tp} must divide the model's {model.num_heads} attention heads; "
+                f"use tp={_divisors(model.num_heads)}"
+            )
+        kv = model.num_kv_heads
+        if kv % self.tp and self.tp % kv:
+            raise LayoutError(f"tp={self.tp} and the model's {kv} KV heads must divide one another")
+        if self.num_stages > model.num_layers:
+            raise LayoutError(
+                f"pp*virtual={self.num_stages} stages need as many layers, the model has {model.num_layers}; "
+                f"use at most pp={model.num_layers}"
+            )
+        if self.ep > 1 and model.moe is None:
+            raise LayoutError(f"ep={self.ep} needs a model with experts; {model.name} has none: leave ep out")
+        if model.moe is not None and self.tp > 1 and not self.sequence_parallel:
+            raise LayoutError("experts with tp > 1 need sequence parallelism; leave sp out or set sp=on")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(choices)}"
+        raise LayoutError(f"{name}={value} is not known; {hint}")
+
+
+def _divisors(number: int) -> str:
+    found = [str(k) for k in range(1, number + 1) if number % k == 0]
+    return found[0] if len(found) == 1 else ", ".join(found[:-1]) + " or " + found[-1]
+
+
+def _typed(key: str, value: Any, kind: type) -> Any:
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if value in ("on", "off"):
+            return value == "on"
+        raise LayoutError(f"{key}={value} must be on or off")
+    if kind is str and isinstance(value, bool):  # TOML has true and false where the text form has on and off
+        return "on" if value else "off"
+    try:
+        if kind is int and isinstance(value, float):
+            raise ValueError
+        return kind(value)
+    except (TypeError, ValueError):
+        noun = "a whole number" if kind is int else "a number"
+        raise LayoutError(f"{key}={value} must be {noun}") from None
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)

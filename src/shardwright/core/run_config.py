@@ -1,0 +1,223 @@
+"""`RunConfig`: one run as pydantic models, read from TOML, changed by ``--set section.key=value``.
+
+>>> config = RunConfig.load("examples/tiny.toml", sets=["optim.lr=1e-3"], layout="dp=2")  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from shardwright.core.layout import Layout
+from shardwright.core.model_config import ModelConfig
+from shardwright.core.suggest import did_you_mean
+from shardwright.errors import ConfigError
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+class Source(Section):
+    """One source of tokens: text files, folders and globs, a dataset folder, or the prefix of an indexed dataset.
+
+    Two need no file: ``python:library`` (the source files of the running Python's standard library) and
+    ``synthetic:sentences`` (sentences made on the spot).
+    """
+
+    path: str
+    weight: float = 1.0
+    field: str = "text"
+    """Name of the text in a .jsonl or .parquet record."""
+    valid_path: str | None = None
+    """Held-out tokens for an indexed dataset without a validation part of its own."""
+
+
+class DataConfig(Section):
+    sources: tuple[Source, ...] = Field(min_length=1)
+    seq_len: int = Field(default=256, ge=2)
+    tokenizer: str | None = None
+    """A tokenizer.json or a folder with one; None trains a BPE tokenizer of the model's vocabulary on the text."""
+    cache: str | None = None
+    """Folder of tokenised datasets; None puts it beside the run folder."""
+    valid_fraction: float = Field(default=0.02, ge=0, lt=1)
+    cross_documents: bool = False
+    """Let attention and targets cross document borders."""
+    prefetch: int = Field(default=2, ge=1)
+    workers: int = Field(default=1, ge=1)
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _plain_paths(cls, value: Any) -> Any:
+        """``sources = "text.txt"`` and ``sources = ["a", "b"]`` are short for tables with a path."""
+        items = [value] if isinstance(value, str) else value
+        return [{"path": item} if isinstance(item, str) else item for item in items] if isinstance(items, list) else items
+
+
+class OptimConfig(Section):
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(default=3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0 switches clipping off."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the end of the decay, as a share of ``lr``."""
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    """Share of the steps in which WSD decays."""
+
+
+class TrainConfig(Section):
+    steps: int = Field(default=100, ge=1)
+    seed: int = Field(default=0, ge=0)
+    run_dir: str = "runs/default"
+    init_from: str | None = None
+    """A Hugging Face folder or checkpoint whose weights start the run."""
+    eval_every: int = Field(default=0, ge=0)
+    """Evaluate on held-out text every so many steps (0: only at the end)."""
+    eval_batches: int = Field(default=0, ge=0)
+    """Batches of each evaluation (0: the whole held-out text)."""
+    save_every: int = Field(default=0, ge=0)
+    """Save a checkpoint every so many steps (0: only at the end)."""
+    keep_last: int = Field(default=2, ge=1)
+    compile: bool = False
+    """torch.compile each block."""
+    freeze: tuple[str, ...] = ()
+    """Name prefixes of parameters that are not trained, for instance "embedding." or "blocks.0."."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What all ranks do when the gradient norm is not finite."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak of one device for MFU; None takes the chip's fact, or measures a matrix product on CPU."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of each rank; None shares the cores."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Longest wait for another rank."""
+
+
+class RunConfig(Section):
+    """One run: model, data, optimizer, training and layout."""
+
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    layout: Layout = Layout()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _read_model(cls, value: Any) -> Any:
+        return ModelConfig.load(value) if isinstance(value, (str, Mapping)) else value
+
+    @field_validator("layout", mode="before")
+    @classmethod
+    def _read_layout(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return Layout.parse(value)
+        return Layout.of(dict(value)) if isinstance(value, Mapping) else value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RunConfig:
+        self.layout.check_model(self.model)
+        if self.model.position == "learned" and self.data.seq_len > self.model.max_positions:
+            raise ConfigError(
+                f"data.seq_len={self.data.seq_len} is longer than the model's {self.model.max_positions} learned "
+                "positions; use a shorter seq_len or a larger model.max_positions"
+            )
+        if self.optim.warmup_steps > self.train.steps:
+            raise ConfigError(
+                f"optim.warmup_steps={self.optim.warmup_steps} is more than train.steps={self.train.steps}; "
+                "warm up for fewer steps"
+            )
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, sets: Sequence[str] = (), layout: str | None = None) -> RunConfig:
+        """Read a TOML file, apply ``section.key=value`` changes and a layout in text form. Raises `ConfigError`."""
+        file = Path(path)
+        if not file.exists():
+            raise ConfigError(f"run file {file} does not exist; give a TOML file such as examples/tiny.toml")
+        try:
+            table = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} is not TOML: {error}; see examples/tiny.toml") from None
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+        return cls.of(table, sets, layout)
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any], sets: Sequence[str] = (), layout: str | None = None) -> RunConfig:
+        """Build from a mapping (a parsed TOML file). Raises `ConfigError`."""
+        values = {key: dict(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+        for change in sets:
+            _apply(values, change)
+        if layout is not None:
+            given = values.get("layout", {})
+            base = _layout_values(given)
+            values["layout"] = Layout.of({**base, **_layout_values(layout)})
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    def to_table(self) -> dict[str, Any]:
+        """The whole run as plain values: what a run folder's ``config.toml`` holds, readable by :meth:`of`."""
+        table = self.model_dump(mode="json", exclude_none=True, exclude={"layout"})
+        table["layout"] = str(self.layout)
+        return table
+
+
+def _layout_values(layout: Any) -> dict[str, Any]:
+    if isinstance(layout, str):
+        pairs = (part.partition("=") for part in layout.split(",") if part.strip())
+        parsed = Layout.parse(layout)  # all checks of the text form
+        return {key.strip(): getattr(parsed, key.strip()) for key, _, _ in pairs}
+    return dict(layout)
+
+
+def _apply(values: dict[str, Any], change: str) -> None:
+    key, separator, text = change.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {change!r} is not section.key=value; write for instance --set optim.lr=1e-3")
+    section, dot, name = key.strip().partition(".")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # plain text needs no quotes
+    if not dot:
+        values[section] = value
+        return
+    table = values.setdefault(section, {})
+    if isinstance(table, str) and section == "layout":
+        table = values[section] = _layout_values(table)
+    elif isinstance(table, str) and section == "model":
+        table = values[section] = {"preset": table}
+    if not isinstance(table, dict):
+        raise ConfigError(f"--set {change}: {section} is not a table; set it whole with --set {section}=...")
+    table[name] = value
+
+
+_TABLES: dict[str, type[BaseModel]] = {"data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
+
+
+def _explain(error: ValidationError) -> str:
+    """The first complaint in one line, with the nearest right name for an unknown one."""
+    first = error.errors(include_url=False)[0]
+    parts = [str(part) for part in first["loc"]]
+    where = ".".join(parts)
+    if first["type"] == "extra_forbidden":
+        table: type[BaseModel] = RunConfig if len(parts) == 1 else _TABLES.get(parts[0], Source)
+        if parts[:2] == ["data", "sources"]:
+            table = Source
+        return f"unknown key {where}; {did_you_mean(parts[-1], table.model_fields)}"
+    if first["type"] == "missing":
+        return f"{where} is missing; add it (see examples/tiny.toml)"
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return f"{where}={first['input']!r}: {message}"

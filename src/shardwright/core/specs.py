@@ -1,0 +1,208 @@
+"""`Spec`: what each parameter is, once, for everybody.
+
+A parameter has logical dims and one rules table maps them to mesh axes. Initialisation, slicing, ZeRO grouping,
+gradient reduction, checkpoint resharding, Hugging Face import and export and the memory model all read this
+table. Notation of shapes: V vocab, D dim, N query heads, K KV heads, H head dim, F ffn.
+
+Gradients are sums (decision 5): a parameter's gradient is summed over the axes that split the tokens where it is
+used, plus tp if it is used inside a tensor-parallel region, minus the axes that shard it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from shardwright.core.buckets import Member
+from shardwright.core.layout import Layout
+from shardwright.core.model_config import ModelConfig
+from shardwright.errors import LayoutError, ModelConfigError
+
+RULES: Mapping[str, str | None] = {
+    "vocab": "tp",
+    "heads": "tp",
+    "kv_heads": "tp",
+    "ffn": "tp",
+    "embed": None,
+    "head_dim": None,
+    "positions": None,
+}
+"""Logical dim -> the mesh axis that shards it (None: kept whole)."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parameter: global shape, logical dims, how it starts, whether it decays and where it is used.
+
+    ``pieces`` counts the indivisible pieces of each dim (a head, a channel, a vocabulary row). ``in_tp_region``:
+    used after f/gather and before g/scatter. ``unit``: the first unit that uses it (``embedding``, ``blocks.3``, ``head``).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    pieces: tuple[int, ...]
+    unit: str
+    decay: bool
+    init: str = "normal"
+    std: float = 0.02
+    in_tp_region: bool = False
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def shard_axes(self) -> dict[str, int]:
+        """Axis -> the tensor dim that it shards."""
+        return {axis: dim for dim, name in enumerate(self.dims) if (axis := RULES[name]) is not None}
+
+    def slices(self, layout: Layout, coordinates: Mapping[str, int]) -> tuple[slice, ...]:
+        """The part of the global tensor that a rank holds. Fewer KV heads than ranks: the pieces are replicated."""
+        found = [slice(0, size) for size in self.shape]
+        for axis, dim in self.shard_axes().items():
+            degree, index = getattr(layout, axis), coordinates[axis]
+            found[dim] = self._slice(dim, degree, index)
+        return tuple(found)
+
+    def local_shape(self, layout: Layout, coordinates: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(part.stop - part.start for part in self.slices(layout, coordinates))
+
+    def replicas(self, layout: Layout, axis: str) -> int:
+        """How many ranks of ``axis`` hold the same slice (1: all slices are distinct, or the axis does not shard it)."""
+        dim = self.shard_axes().get(axis)
+        degree: int = getattr(layout, axis)
+        return 1 if dim is None or self.pieces[dim] >= degree else degree // self.pieces[dim]
+
+    def reduce_axes(self, layout: Layout) -> tuple[str, ...]:
+        """Mesh axes over which this parameter's gradient is summed; axes of size 1 are left in."""
+        axes = ["cp", "dp"]
+        if layout.sequence_parallel or self.in_tp_region:
+            axes.insert(0, "tp")
+        sharded = {axis for axis in self.shard_axes() if self.replicas(layout, axis) == 1}
+        return tuple(axis for axis in axes if axis not in sharded)
+
+    def _slice(self, dim: int, degree: int, index: int) -> slice:
+        size, pieces = self.shape[dim], self.pieces[dim]
+        width = size // pieces
+        if pieces < degree:
+            if degree % pieces:
+                raise LayoutError(f"{self.name}: {pieces} {self.dims[dim]} cannot be shared by {degree} ranks evenly")
+            start = index * pieces // degree
+            return slice(start * width, (start + 1) * width)
+        each = -(-pieces // degree)
+        return slice(min(index * each, pieces) * width, min((index + 1) * each, pieces) * width)
+
+
+def parameter_specs(config: ModelConfig) -> dict[str, Spec]:
+    """The table of a dense decoder, in order of use; a tied head has no entry of its own."""
+    if config.moe is not None or config.mla is not None:
+        raise ModelConfigError(
+            f"{config.name}: training of {'experts' if config.moe else 'latent attention'} is not built yet; "
+            "use a dense model (llama, qwen2, qwen3 or gpt2 family)"
+        )
+    specs = [*_embedding(config)]
+    for layer in range(config.num_layers):
+        specs += _block(config, layer)
+    specs += _head(config)
+    return {spec.name: spec for spec in specs}
+
+
+def _embedding(config: ModelConfig) -> Iterator[Spec]:
+    yield Spec(
+        "embedding.token.weight",
+        (config.vocab_size, config.dim),
+        ("vocab", "embed"),
+        (config.vocab_size, config.dim),
+        "embedding",
+        decay=True,
+        std=config.init_std,
+        in_tp_region=True,
+    )
+    if config.position == "learned":
+        yield Spec(
+            "embedding.position.weight",
+            (config.max_positions, config.dim),
+            ("positions", "embed"),
+            (config.max_positions, config.dim),
+            "embedding",
+            decay=True,
+            std=config.init_std,
+        )
+
+
+def _norm(config: ModelConfig, name: str, unit: str, size: int | None = None, in_tp: bool = False) -> Iterator[Spec]:
+    size = size or config.dim
+    dim = "embed" if size == config.dim and not in_tp else "head_dim"
+    yield Spec(f"{name}.weight", (size,), (dim,), (size,), unit, decay=False, init="ones", in_tp_region=in_tp)
+    if config.norm == "layernorm":
+        yield Spec(f"{name}.bias", (size,), (dim,), (size,), unit, decay=False, init="zeros", in_tp_region=in_tp)
+
+
+def _linear(
+    name: str, unit: str, out: tuple[str, int, int], into: tuple[str, int, int], bias: bool, std: float
+) -> Iterator[Spec]:
+    """A linear layer's weight ``(out, in)`` and bias; ``out`` and ``into`` are (logical dim, size, pieces)."""
+    yield Spec(
+        f"{name}.weight",
+        (out[1], into[1]),
+        (out[0], into[0]),
+        (out[2], into[2]),
+        unit,
+        decay=True,
+        std=std,
+        in_tp_region=True,
+    )
+    if bias:  # a row-parallel bias is added once, after the reduction: outside the tensor-parallel region
+        inside = RULES[out[0]] is not None
+        yield Spec(
+            f"{name}.bias", (out[1],), (out[0],), (out[2],), unit, decay=False, init="zeros", in_tp_region=inside
+        )
+
+
+def _block(config: ModelConfig, layer: int) -> Iterator[Spec]:
+    unit, std = f"blocks.{layer}", config.init_std
+    out_std = std / (2 * config.num_layers) ** 0.5  # residual outputs: GPT-2 (Radford et al. 2019, section 2.3)
+    heads = ("heads", config.num_heads * config.head_dim, config.num_heads)
+    kv_heads = ("kv_heads", config.num_kv_heads * config.head_dim, config.num_kv_heads)
+    embed, ffn = ("embed", config.dim, config.dim), ("ffn", config.ffn_dim, config.ffn_dim)
+    yield from _norm(config, f"{unit}.attention_norm", unit)
+    yield from _linear(f"{unit}.attention.q", unit, heads, embed, config.qkv_bias, std)
+    yield from _linear(f"{unit}.attention.k", unit, kv_heads, embed, config.qkv_bias, std)
+    yield from _linear(f"{unit}.attention.v", unit, kv_heads, embed, config.qkv_bias, std)
+    if config.qk_norm:
+        yield from _norm(config, f"{unit}.attention.q_norm", unit, config.head_dim, in_tp=True)
+        yield from _norm(config, f"{unit}.attention.k_norm", unit, config.head_dim, in_tp=True)
+    yield from _linear(f"{unit}.attention.out", unit, embed, heads, config.out_bias, out_std)
+    yield from _norm(config, f"{unit}.mlp_norm", unit)
+    if config.activation == "swiglu":
+        yield from _linear(f"{unit}.mlp.gate", unit, ffn, embed, config.mlp_bias, std)
+    yield from _linear(f"{unit}.mlp.up", unit, ffn, embed, config.mlp_bias, std)
+    yield from _linear(f"{unit}.mlp.down", unit, embed, ffn, config.mlp_bias, out_std)
+
+
+def _head(config: ModelConfig) -> Iterator[Spec]:
+    yield from _norm(config, "head.norm", "head")
+    if not config.tied_head:
+        vocab = ("vocab", config.vocab_size, config.vocab_size)
+        yield from _linear("head", "head", vocab, ("embed", config.dim, config.dim), False, config.init_std)
+
+
+def unit_names(config: ModelConfig) -> tuple[str, ...]:
+    """The units (embedding, blocks, head) in order of use."""
+    return ("embedding", *(f"blocks.{layer}" for layer in range(config.num_layers)), "head")
+
+
+def bucket_members(
+    config: ModelConfig, layout: Layout, coordinates: Mapping[str, int], units: Sequence[str] | None = None
+) -> list[Member]:
+    """The parameters of ``units`` (all by default) as one rank holds them; a tied weight is used by both ends."""
+    held = set(unit_names(config) if units is None else units)
+    members = []
+    for spec in parameter_specs(config).values():
+        tied = config.tied_head and spec.name == "embedding.token.weight"
+        used_by = tuple(unit for unit in ((spec.unit, "head") if tied else (spec.unit,)) if unit in held)
+        if used_by:
+            shape = spec.local_shape(layout, coordinates)
+            members.append(Member(spec.name, shape, used_by, spec.decay, spec.reduce_axes(layout)))
+    return members

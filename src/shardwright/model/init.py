@@ -1,0 +1,51 @@
+"""Parameters: made from the spec table, filled by name, so that every layout starts from the same values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.comm.mesh import Mesh
+from shardwright.core.model_config import ModelConfig
+from shardwright.core.specs import Spec, parameter_specs
+
+
+class ParameterTable:
+    """Makes the local part of each parameter of the spec table, uninitialised."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> None:
+        self.specs = parameter_specs(config)
+        self._mesh, self._dtype, self._device = mesh, dtype, device
+
+    def make(self, name: str) -> nn.Parameter:
+        """The parameter ``name``, of this rank's shape."""
+        shape = self.specs[name].local_shape(self._mesh.layout, self._mesh.coordinates)
+        return nn.Parameter(torch.empty(shape, dtype=self._dtype, device=self._device))
+
+    def maybe(self, name: str) -> nn.Parameter | None:
+        """The parameter ``name`` if this model has it."""
+        return self.make(name) if name in self.specs else None
+
+
+def full_value(spec: Spec, seed: int) -> Tensor:
+    """The whole initial tensor of ``spec`` in fp32: a function of the seed and the name alone."""
+    if spec.init == "ones":
+        return torch.ones(spec.shape)
+    if spec.init == "zeros":
+        return torch.zeros(spec.shape)
+    digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(spec.shape).normal_(0.0, spec.std, generator=generator)
+
+
+@torch.no_grad()
+def initialise(parameters: Iterable[tuple[str, Tensor]], specs: Mapping[str, Spec], mesh: Mesh, seed: int) -> None:
+    """Fill each local parameter with its slice of the full initial value; parameters on meta are left alone."""
+    for name, parameter in parameters:
+        if not parameter.is_meta:
+            spec = specs[name]
+            part = spec.slices(mesh.layout, mesh.coordinates)
+            parameter.copy_(full_value(spec, seed)[part])

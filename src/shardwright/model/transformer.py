@@ -1,0 +1,158 @@
+"""One decoder for every use: its units (embedding, blocks, head) over packed tokens.
+
+Notation: T tokens, D model dim, V vocabulary. A unit maps (x, context) to the next x; the executor runs units one by
+one, generation and evaluation call the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.comm.mesh import Mesh
+from shardwright.core.model_config import ModelConfig
+from shardwright.core.specs import unit_names
+from shardwright.model.attention import Attention
+from shardwright.model.context import Context
+from shardwright.model.init import ParameterTable, initialise
+from shardwright.model.layers import Norm
+from shardwright.model.loss import head_loss
+from shardwright.model.mlp import MLP
+from shardwright.ops.attention import Attend
+from shardwright.ops.linear import embedding, linear
+from shardwright.ops.rope import rotation
+
+
+class Lookup(nn.Module):
+    """A table (rows, D) read by index."""
+
+    def __init__(self, name: str, table: ParameterTable) -> None:
+        super().__init__()
+        self.weight = table.make(f"{name}.weight")
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return embedding(indices, self.weight)
+
+
+class Embedding(nn.Module):
+    """tokens (T,) -> (T, D), plus learned positions where the model has them."""
+
+    def __init__(self, config: ModelConfig, table: ParameterTable) -> None:
+        super().__init__()
+        self.token = Lookup("embedding.token", table)
+        self.position = Lookup("embedding.position", table) if config.position == "learned" else None
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        x: Tensor = self.token(tokens)
+        if self.position is not None:
+            x = x + self.position(context.positions)
+        return context.drop(x, layer=-1, site=0)
+
+
+class Block(nn.Module):
+    """x (T, D) -> (T, D): attention and MLP, each normed before and added to the residual."""
+
+    def __init__(self, config: ModelConfig, layer: int, table: ParameterTable) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attention_norm = Norm(f"blocks.{layer}.attention_norm", config, table)
+        self.attention = Attention(config, layer, table)
+        self.mlp_norm = Norm(f"blocks.{layer}.mlp_norm", config, table)
+        self.mlp = MLP(config, layer, table)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = x + context.drop(self.attention(self.attention_norm(x), context), self.layer, site=1)
+        return x + context.drop(self.mlp(self.mlp_norm(x), context), self.layer, site=2)
+
+
+class Head(nn.Module):
+    """x (T, D) -> the summed loss when the context has targets, else logits (T, V)."""
+
+    def __init__(self, config: ModelConfig, table: ParameterTable, tied: nn.Parameter | None) -> None:
+        super().__init__()
+        self.norm = Norm("head.norm", config, table)
+        self.weight = table.make("head.weight") if tied is None else tied
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = self.norm(x)
+        if context.targets is None:
+            return linear(x, self.weight)
+        return head_loss(x, self.weight, context.targets)
+
+
+class Transformer(nn.Module):
+    """The decoder of ``config`` as rank ``mesh.rank`` holds it; parameters are named as in the spec table.
+
+    ``device`` of meta makes shapes only (dry run). Values are filled by :meth:`initialise` or a checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.config, self.mesh = config, mesh
+        table = ParameterTable(config, mesh, dtype, torch.device(device))
+        self.specs = table.specs
+        self.embedding = Embedding(config, table)
+        self.blocks = nn.ModuleList(Block(config, layer, table) for layer in range(config.num_layers))
+        self.head = Head(config, table, self.embedding.token.weight if config.tied_head else None)
+
+    def initialise(self, seed: int) -> Transformer:
+        """Fill every parameter from the seed and its name; returns self."""
+        initialise(self.named_parameters(), self.specs, self.mesh, seed)
+        return self
+
+    def units(self) -> dict[str, nn.Module]:
+        """The units by name, in order of use."""
+        modules = (self.embedding, *self.blocks, self.head)
+        return dict(zip(unit_names(self.config), modules, strict=True))
+
+    def context(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        targets: Tensor | None = None,
+        token_index: Tensor | None = None,
+        seed: int = 0,
+        step: int = 0,
+        recompute: str = "none",
+    ) -> Context:
+        """The context of one call: adds the rotation of ``positions`` and the model's dropout rate."""
+        dtype = self.embedding.token.weight.dtype
+        turned = rotation(self.config, positions, dtype) if self.config.position == "rope" else None
+        rate = self.config.dropout
+        return Context(tokens, positions, attend, turned, targets, token_index, rate, seed, step, recompute)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, targets: Tensor | None = None) -> Tensor:
+        """tokens and positions (T,) -> logits (T, V), or the summed loss over valid ``targets`` (T,). No dropout."""
+        return self.run(self.context(tokens, positions, attend, targets=targets))
+
+    def run(self, context: Context) -> Tensor:
+        """All units on one context."""
+        x = context.tokens
+        for unit in self.units().values():
+            x = unit(x, context)
+        return x
+
+    def compile_blocks(self) -> None:
+        """``torch.compile`` each block (the same code for all layers); gradients then go through autograd."""
+        for block in self.blocks:
+            block.compile(dynamic=False)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Switch off gradients of parameters whose name starts with one of ``patterns``; the names that matched."""
+    frozen = []
+    for name, parameter in model.named_parameters():
+        if name.startswith(tuple(patterns)):
+            parameter.requires_grad_(False)
+            frozen.append(name)
+    return frozen

@@ -1,0 +1,109 @@
+"""Where a parameter's gradient goes: straight into a flat fp32 view, at once or deferred (the W of B and W).
+
+`parallel.data` gives each trainable parameter a :class:`GradSlot`; the backward functions of `ops` write through it
+(``mm`` with ``out=`` for the first micro-batch, accumulation after) and hand autograd None. A parameter without a
+slot takes autograd's ordinary way. A slot is found on the parameter itself, so nothing is global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import ConfigError
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For a ``backward`` that cannot be differentiated again: ``create_graph=True`` is refused, not silently wrong."""
+
+    @wraps(backward)
+    def checked(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise ConfigError("create_graph=True is not supported: gradients are written in place; leave it out")
+        return backward(*args)
+
+    return checked
+
+
+class GradQueue:
+    """Weight gradients that wait for their W. While ``defer`` is set, writes are queued instead of done."""
+
+    def __init__(self) -> None:
+        self.defer = False
+        self._waiting: list[Callable[[], None]] = []
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Do ``write`` now, or keep it for :meth:`take`."""
+        if self.defer:
+            self._waiting.append(write)
+        else:
+            write()
+
+    def take(self) -> list[Callable[[], None]]:
+        """The writes that wait, in order; the queue is empty afterwards."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+
+class GradSlot:
+    """The gradient view of one parameter (same shape, contiguous) and whether this step has written it yet."""
+
+    __slots__ = ("queue", "view", "written")
+
+    def __init__(self, view: Tensor, queue: GradQueue) -> None:
+        self.view, self.queue, self.written = view, queue, False
+
+    def add(self, gradient: Tensor) -> None:
+        """Accumulate a gradient that exists as a tensor."""
+        if self.written:
+            self.view.add_(gradient)
+        else:
+            self.view.copy_(gradient)
+            self.written = True
+
+
+def slot_of(parameter: Tensor) -> GradSlot | None:
+    """The slot of a trainable parameter, None when its gradient goes through autograd."""
+    return getattr(parameter, "grad_slot", None)
+
+
+def set_slot(parameter: Tensor, slot: GradSlot | None) -> None:
+    parameter.grad_slot = slot  # type: ignore[attr-defined]
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One view over matrices that lie directly after one another in one storage, None when they do not."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    end, rows = first.storage_offset(), 0
+    storage = first.untyped_storage().data_ptr()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == storage and tensor.shape[1:] == first.shape[1:]
+        if not same or not tensor.is_contiguous() or tensor.storage_offset() != end:
+            return None
+        end, rows = end + tensor.numel(), rows + tensor.shape[0]
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def write_linear(slots: Sequence[GradSlot], dy: Tensor, x: Tensor) -> None:
+    """dW += dy^T x for the weights of ``slots``, whose outputs are side by side in ``dy`` (T, sum of outs)."""
+    target = joined([slot.view for slot in slots])
+    one_state = len({slot.written for slot in slots}) == 1
+    if target is not None and one_state and target.dtype == dy.dtype:
+        if slots[0].written:
+            target.addmm_(dy.t(), x)
+        else:
+            torch.mm(dy.t(), x, out=target)
+            for slot in slots:
+                slot.written = True
+        return
+    start = 0
+    for slot in slots:
+        out = slot.view.shape[0]
+        slot.add(dy[:, start : start + out].t() @ x)
+        start += out

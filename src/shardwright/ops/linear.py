@@ -1,0 +1,125 @@
+"""Linear layers and the embedding lookup, with gradients that go straight into their slots.
+
+Notation: T tokens, I input features, O output features (the sum over fused weights), V vocabulary, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.ops.gradients import first_order, joined, slot_of, write_linear
+
+
+class _FusedLinear(torch.autograd.Function):
+    """y = x [W1; W2; ...]^T + [b1; b2; ...] as one matrix product when the weights lie side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_weights: int, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[:num_weights], parameters[num_weights:]
+        ctx.save_for_backward(x, *weights)
+        ctx.parameters = parameters
+        ctx.num_weights = num_weights
+        bias = (torch.cat(biases) if len(biases) > 1 else biases[0]) if biases else None
+        whole = joined(weights)
+        if whole is not None:
+            return F.linear(x, whole, bias)
+        y = torch.cat([F.linear(x, weight) for weight in weights], dim=1)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            whole = joined(weights)
+            if whole is not None:
+                dx = dy @ whole
+            else:
+                pieces = dy.split([weight.shape[0] for weight in weights], dim=1)
+                dx = sum((piece @ weight for piece, weight in zip(pieces, weights, strict=True)), start=dy.new_zeros(()))
+        wanted = ctx.needs_input_grad[2:]
+        parameters: tuple[Tensor, ...] = ctx.parameters
+        weights_, biases = parameters[: ctx.num_weights], parameters[ctx.num_weights :]
+        gradients = _weight_gradients(weights_, wanted[: ctx.num_weights], dy, x)
+        gradients += _bias_gradients(biases, wanted[ctx.num_weights :], dy)
+        return (dx, None, *gradients)
+
+
+def _weight_gradients(weights: Sequence[Tensor], wanted: Sequence[bool], dy: Tensor, x: Tensor) -> list[Tensor | None]:
+    slots = [slot_of(weight) for weight in weights]
+    if all(wanted) and all(slot is not None for slot in slots):
+        ready = [slot for slot in slots if slot is not None]
+        ready[0].queue.submit(partial(write_linear, ready, dy.detach(), x.detach()))
+        return [None] * len(weights)
+    gradients: list[Tensor | None] = []
+    pieces = dy.split([weight.shape[0] for weight in weights], dim=1)
+    for slot, want, piece in zip(slots, wanted, pieces, strict=True):
+        if want and slot is not None:
+            slot.queue.submit(partial(write_linear, [slot], piece.detach(), x.detach()))
+        gradients.append(piece.t() @ x if want and slot is None else None)
+    return gradients
+
+
+def _bias_gradients(biases: Sequence[Tensor], wanted: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
+    gradients: list[Tensor | None] = []
+    start = 0
+    for bias, want in zip(biases, wanted, strict=True):
+        piece = dy[:, start : start + bias.shape[0]].sum(0) if want else None
+        start += bias.shape[0]
+        slot = slot_of(bias)
+        if slot is not None and piece is not None:
+            slot.add(piece)
+            piece = None
+        gradients.append(piece)
+    return gradients
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (T, I), weight (O, I), bias (O) -> (T, O)."""
+    return fused_linear(x, [weight], [] if bias is None else [bias])
+
+
+def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
+    """Several linear layers over one input x (T, I) -> (T, O), outputs side by side in the order of ``weights``.
+
+    Either all weights have a bias or none. One matrix product when the weights are neighbours in memory.
+    """
+    if torch.compiler.is_compiling():
+        bias = list(biases) or [None] * len(weights)
+        return torch.cat([F.linear(x, w, b) for w, b in zip(weights, bias, strict=True)], dim=1)
+    return _FusedLinear.apply(x, len(weights), *weights, *biases)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.weight = weight
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
+        (indices,) = ctx.saved_tensors
+        slot = slot_of(ctx.weight)
+        if slot is None:
+            return None, torch.zeros_like(ctx.weight).index_add_(0, indices, dy)
+        if not slot.written:
+            slot.view.zero_()
+            slot.written = True
+        slot.view.index_add_(0, indices, dy.to(slot.view.dtype))
+        return None, None
+
+
+def embedding(indices: Tensor, weight: Tensor) -> Tensor:
+    """Rows of weight (V, D) at indices (T,) -> (T, D)."""
+    if torch.compiler.is_compiling():
+        return F.embedding(indices, weight)
+    return _Embedding.apply(indices, weight)  # type: ignore[no-any-return,no-untyped-call]

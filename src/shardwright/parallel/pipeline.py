@@ -1,0 +1,213 @@
+"""The executor: one short loop over a rank's row of the schedule, a handler for each kind of action.
+
+PP:  layers[pp]  |  each rank holds its stages' units; one stage (pp=1) is not special
+sends T x D activations forward and as many gradients backward per micro-batch and boundary (**send**, neighbours).
+
+F and B are loops over units (embedding, block, head). Each unit has its own small autograd graph: a detached input and
+the gradient edge of its output. Everything that happens *between* units (recomputation, deferred weight gradients,
+reduction, later gather and free) happens here, never in autograd or module hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.base import Comm, Work
+from shardwright.comm.record import Recorder
+from shardwright.ops.gradients import GradQueue
+from shardwright.schedule.action import Action, Kind, Schedule
+
+
+class MicroBatch(Protocol):
+    """What the executor must know of a micro-batch; units get it whole."""
+
+    tokens: Tensor
+
+
+Unit = Callable[[Tensor, object], Tensor]
+"""(x, micro-batch) -> the next x; the last unit of the last stage gives a scalar loss."""
+
+
+class Reducer(Protocol):
+    """Who is told that a unit's last weight gradient of the step is written."""
+
+    queue: GradQueue
+
+    def unit_done(self, unit: str) -> None: ...
+
+
+@dataclass
+class Stage:
+    """One stage: its units by name, in order, and the rows x features of what it hands on (None: a loss)."""
+
+    units: Mapping[str, Unit]
+    width: int
+
+
+@dataclass
+class _InFlight:
+    """One micro-batch on one stage between its F and its W."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    deferred: list[tuple[str, list[Callable[[], None]]]] = field(default_factory=list)
+
+
+class Executor:
+    """Runs one step of ``schedule`` on pipeline rank ``pp.rank`` over ``stages`` (stage index -> Stage).
+
+    ``recompute``: ``full`` keeps a unit's input only and runs its forward again before its backward.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        pp: Comm,
+        reducer: Reducer,
+        recorder: Recorder,
+        *,
+        recompute: str = "none",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.schedule, self.stages, self.pp, self.reducer, self.recorder = schedule, stages, pp, reducer, recorder
+        self.recompute, self.dtype = recompute, dtype
+        self.on_action: Callable[[Action], None] | None = None
+        self._handlers: dict[Kind, Callable[[int, int], None]] = {
+            Kind.F: self._forward,
+            Kind.B: lambda stage, m: self._backward(stage, m, defer=True),
+            Kind.BW: lambda stage, m: self._backward(stage, m, defer=False),
+            Kind.W: self._weights,
+            Kind.SEND_F: self._send_forward,
+            Kind.RECV_F: self._receive_forward,
+            Kind.SEND_B: self._send_backward,
+            Kind.RECV_B: self._receive_backward,
+        }
+
+    def run(self, microbatches: Sequence[MicroBatch], loss_scale: Tensor) -> Tensor:
+        """One step's F, B and W. Returns this rank's summed loss (0 without the last stage), not scaled.
+
+        ``loss_scale`` (scalar tensor) is the gradient of the summed loss: 1 / valid tokens of the whole batch.
+        """
+        self._microbatches, self._loss_scale = microbatches, loss_scale
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._activations: dict[tuple[int, int], Tensor] = {}
+        self._gradients: dict[tuple[int, int], Tensor] = {}
+        self._sends: list[tuple[Work, Tensor]] = []
+        self._weights_done = dict.fromkeys(self.stages, 0)
+        self._loss = torch.zeros((), dtype=loss_scale.dtype, device=loss_scale.device)
+        for action in self.schedule.rows[self.pp.rank]:
+            if self.on_action is not None:
+                self.on_action(action)
+            with self.recorder.phase(_PHASES[action.kind]):
+                self._handlers[action.kind](action.stage, action.microbatch)
+        for work, _ in self._sends:
+            work.wait()
+        assert not self._in_flight, f"micro-batches left in flight: {sorted(self._in_flight)}"
+        return self._loss
+
+    # -- compute -----------------------------------------------------------------------------------------
+
+    def _forward(self, stage: int, m: int) -> None:
+        flight = self._in_flight[stage, m] = _InFlight()
+        microbatch = self._microbatches[m]
+        x = microbatch.tokens if stage == 0 else self._activations.pop((stage, m))
+        for unit in self.stages[stage].units.values():
+            x = x.detach()
+            if self.recompute == "full":
+                with torch.no_grad():
+                    y = unit(x, microbatch)
+            else:
+                x = x.requires_grad_(x.is_floating_point())
+                y = unit(x, microbatch)
+                flight.outputs.append(y)
+            flight.inputs.append(x)
+            x = y
+        if stage == self.schedule.num_stages - 1:
+            self._loss += x.detach()
+        else:
+            self._activations[stage + 1, m] = x.detach()
+
+    def _backward(self, stage: int, m: int, *, defer: bool) -> None:
+        last = stage == self.schedule.num_stages - 1
+        flight = self._in_flight[stage, m]
+        gradient = self._loss_scale if last else self._gradients.pop((stage, m))
+        queue = self.reducer.queue
+        queue.defer = defer
+        for name, unit in reversed(self.stages[stage].units.items()):
+            x = flight.inputs.pop()
+            if self.recompute == "full":
+                x = x.requires_grad_(x.is_floating_point())
+                with self.recorder.phase("recompute"):
+                    y = unit(x, self._microbatches[m])
+            else:
+                y = flight.outputs.pop()
+            torch.autograd.backward(y, gradient.to(y.dtype))
+            del y
+            if x.grad is not None:
+                gradient, x.grad = x.grad, None
+            if defer:
+                flight.deferred.append((name, queue.take()))
+            else:
+                self._unit_written(stage, name)
+        queue.defer = False
+        if stage > 0:
+            self._gradients[stage - 1, m] = gradient
+        if not defer:
+            self._microbatch_written(stage, m)
+
+    @torch.no_grad()
+    def _weights(self, stage: int, m: int) -> None:
+        for name, writes in self._in_flight[stage, m].deferred:
+            for write in writes:
+                write()
+            self._unit_written(stage, name)
+        self._microbatch_written(stage, m)
+
+    def _unit_written(self, stage: int, unit: str) -> None:
+        if self._weights_done[stage] + 1 == self.schedule.num_microbatches:
+            self.reducer.unit_done(unit)
+
+    def _microbatch_written(self, stage: int, m: int) -> None:
+        self._weights_done[stage] += 1
+        del self._in_flight[stage, m]
+
+    # -- neighbours --------------------------------------------------------------------------------------
+
+    def _send_forward(self, stage: int, m: int) -> None:
+        tensor = self._activations.pop((stage + 1, m))
+        self._send(tensor, self.schedule.placement[stage + 1], f"activations.{stage}")
+
+    def _receive_forward(self, stage: int, m: int) -> None:
+        source = self.schedule.placement[stage - 1]
+        self._activations[stage, m] = self._receive(m, self.stages[stage].width, source, f"activations.{stage - 1}")
+
+    def _send_backward(self, stage: int, m: int) -> None:
+        tensor = self._gradients.pop((stage - 1, m))
+        self._send(tensor, self.schedule.placement[stage - 1], f"activation_gradients.{stage}")
+
+    def _receive_backward(self, stage: int, m: int) -> None:
+        source = self.schedule.placement[stage + 1]
+        name = f"activation_gradients.{stage + 1}"
+        self._gradients[stage, m] = self._receive(m, self.stages[stage].width, source, name)
+
+    def _send(self, tensor: Tensor, to: int, name: str) -> None:
+        tensor = tensor.contiguous()
+        self._sends.append((self.pp.send(tensor, to, name=name), tensor))
+
+    def _receive(self, m: int, width: int, source: int, name: str) -> Tensor:
+        tokens = self._microbatches[m].tokens
+        buffer = torch.empty((tokens.shape[0], width), dtype=self.dtype, device=tokens.device)
+        self.pp.receive(buffer, source, name=name).wait()
+        return buffer
+
+
+_PHASES = {kind: ("B" if kind in (Kind.BW, Kind.SEND_B, Kind.RECV_B) else kind.value) for kind in Kind} | {
+    Kind.SEND_F: "F",
+    Kind.RECV_F: "F",
+}

@@ -1,0 +1,385 @@
+"""The run: what every rank does from the first step to the last checkpoint, and what the starting process shows.
+
+``train`` is what the command line and `make demo` call. It prepares the data (with a progress bar), starts the ranks,
+draws what they report, and returns the summary. ``run_rank`` is one rank's whole life.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import tomli_w
+import torch
+
+from shardwright.checkpoint.io import CheckpointState, copy_weights, load_checkpoint, save_checkpoint
+from shardwright.checkpoint.manifest import check_fresh, latest_checkpoint
+from shardwright.comm.base import Comm
+from shardwright.comm.mesh import Mesh
+from shardwright.core.ledger import Ledger
+from shardwright.core.run_config import RunConfig
+from shardwright.errors import CheckpointError, ConfigError
+from shardwright.launch import RankEnv, device_for, init_process_group, launch
+from shardwright.plan.collectives import predict_step
+from shardwright.train.data import EvalSampler, Prefetcher, TrainSampler, WindowDataset, open_blend
+from shardwright.train.display import TrainDisplay
+from shardwright.train.metrics import MetricsWriter, bits_per_byte, peak_memory_bytes
+from shardwright.train.peak import peak_flops
+from shardwright.train.prepare import PreparedData, prepare_data
+from shardwright.train.step import StepResult, Trainer, check_supported
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a command adds to a run's config. ``resume``: ``auto``, ``none`` or the path of a checkpoint."""
+
+    resume: str = "none"
+    profile: bool = False
+
+
+def train(
+    config: RunConfig,
+    options: RunOptions | None = None,
+    display: TrainDisplay | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> dict[str, Any]:
+    """Train to the end (or until asked to stop) and return rank 0's summary. Raises every error of `errors`."""
+    options = options or RunOptions()
+    check_supported(config)
+    root = Path(config.train.run_dir) / "checkpoints"
+    if options.resume not in ("none", "auto") and not Path(options.resume).is_dir():
+        raise CheckpointError(f"--resume {options.resume}: no such checkpoint; give a folder step-N, auto or none")
+    if options.resume != "auto":
+        check_fresh(root, None if options.resume == "none" else options.resume)
+    data = prepare_data(config, progress)
+    with display or nullcontext():
+
+        def on_message(rank: int, message: Mapping[str, Any]) -> None:
+            if display is not None:
+                _show(display, message)
+
+        results = launch(
+            run_rank,
+            config.layout.world_size,
+            (config, data, options),
+            layout=str(config.layout),
+            threads_per_rank=config.train.threads,
+            timeout_s=config.train.timeout_s,
+            on_message=on_message,
+        )
+    summary: dict[str, Any] = results[0]
+    return summary
+
+
+def _show(display: TrainDisplay, message: Mapping[str, Any]) -> None:
+    if "record" in message:
+        display.update(message["record"])
+    else:
+        display.message(str(message["text"]))
+
+
+# -- one rank ----------------------------------------------------------------------------------------------
+
+
+def run_rank(env: RankEnv, config: RunConfig, data: PreparedData, options: RunOptions) -> dict[str, Any]:
+    """One rank from rendezvous to the last checkpoint."""
+    device = device_for(env, config.train.device)
+    if env.world_size > 1:
+        init_process_group(env, "cuda" if device.type == "cuda" else "cpu")
+        mesh = Mesh.distributed(config.layout, env.rank, config.train.timeout_s)
+    else:
+        mesh = Mesh.solo()
+        mesh.layout = config.layout
+    check_same_config(config, mesh.world)
+    return Run(env, config, data, options, mesh, device).go()
+
+
+def check_same_config(config: RunConfig, world: Comm) -> None:
+    """Refuse to start when a rank was given another config; names the field and both values."""
+    mine = _flat(config.to_table())
+    every = world.gather_objects(mine)
+    for rank, other in enumerate(every):
+        for key in sorted(every[0].keys() | other.keys()):
+            if every[0].get(key) != other.get(key):
+                raise ConfigError(
+                    f"rank {rank} was started with {key}={other.get(key)!r} but rank 0 with {key}={every[0].get(key)!r}; "
+                    "start all ranks with the same run file and flags"
+                )
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+class Run:
+    """One rank's run: data, trainer, checkpoints and metrics, with the step loop in :meth:`go`."""
+
+    def __init__(
+        self,
+        env: RankEnv,
+        config: RunConfig,
+        data: PreparedData,
+        options: RunOptions,
+        mesh: Mesh,
+        device: torch.device,
+    ) -> None:
+        self.env, self.config, self.data, self.options, self.mesh = env, config, data, options, mesh
+        self.run_dir = Path(config.train.run_dir)
+        self.is_main = mesh.rank == 0
+        self.trainer = Trainer(config, mesh, device)
+        self.step, self.samples = 0, 0
+        self._restore()
+        self.trainer.buckets.check_replicas()
+        self.peak_flops = peak_flops(config, device)
+        self.last_ledger = Ledger()
+        self.valid_loss: float | None = None
+        self.saved_step: int | None = None
+
+    # -- the loop ------------------------------------------------------------------------------------------
+
+    def go(self) -> dict[str, Any]:
+        """Steps until the last one, or until a signal asked any rank to stop; then evaluate and save."""
+        config = self.config
+        writer = self._open_files() if self.is_main else None
+        self._listen_to_signals()
+        sampler, stopped, losses = self._sampler(), False, []
+        prefetch = Prefetcher(sampler.batches, self.step, config.data.prefetch, config.data.workers, self._pinned)
+        with prefetch, self._profiler() as profiler:
+            while self.step < config.train.steps and not stopped:
+                start = time.perf_counter()
+                batches, waited = prefetch.next()
+                result = self.trainer.step(batches, self.step)
+                self.step += 1
+                self.samples = sampler.first_sample(self.step)
+                self.last_ledger, stopped = result.ledger, result.stop
+                losses.append(result.loss)
+                last = stopped or self.step == config.train.steps
+                evaluated = self._maybe_evaluate(last)
+                if writer is not None:
+                    record = self._record(result, time.perf_counter() - start, waited, evaluated)
+                    writer.write(record)
+                    self.env.send({"record": record})
+                self._maybe_save(last)
+                if profiler is not None:
+                    profiler.step()
+        if writer is not None:
+            writer.close()
+        return self._summary(losses, stopped)
+
+    def _record(self, result: StepResult, seconds: float, waited: float, evaluated: bool) -> dict[str, Any]:
+        config = self.config
+        rate = result.tokens / seconds
+        flops = config.model.flops_per_token(config.data.seq_len)
+        mfu = rate * flops / (self.peak_flops * config.layout.world_size) if self.peak_flops else None
+        record: dict[str, Any] = {
+            "step": result.step + 1,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": result.tokens,
+            "tokens_per_second": rate,
+            "mfu": mfu,
+            "step_seconds": seconds,
+            "data_seconds": waited,
+            "exposed_communication_seconds": result.ledger.exposed_seconds,
+            "exposed_tail_seconds": result.exposed_tail,
+            "rank_skew_seconds": result.rank_skew,
+            "slowest_rank": result.slowest_rank,
+            "peak_memory_bytes": peak_memory_bytes(self._cuda_peak()),
+            "skipped": result.skipped,
+        }
+        if evaluated and self.valid_loss is not None:
+            record["valid_loss"] = self.valid_loss
+            record["bits_per_byte"] = self._bits_per_byte()
+        return record
+
+    def _summary(self, losses: list[float], stopped: bool) -> dict[str, Any]:
+        memory = self.trainer.memory()
+        summary = {
+            "run_dir": str(self.run_dir),
+            "steps": self.step,
+            "stopped": stopped,
+            "loss": losses[-1] if losses else None,
+            "valid_loss": self.valid_loss,
+            "bits_per_byte": self._bits_per_byte(),
+            "checkpoint": str(self._root / f"step-{self.step}") if self.saved_step == self.step else None,
+            "memory": memory,
+            "peak_memory_bytes": peak_memory_bytes(self._cuda_peak()),
+        }
+        if self.is_main and losses:
+            predicted = predict_step(self.config.model, self.config.layout, self.config.train.freeze)
+            self.last_ledger.memory = memory
+            summary["ledger"] = {"predicted": predicted, "measured": self.last_ledger}
+            table = {
+                "step": self.step,
+                "predicted": predicted.to_json(),
+                "measured": self.last_ledger.to_json(),
+                "differences": predicted.differences(self.last_ledger),
+            }
+            (self.run_dir / "ledger.json").write_text(json.dumps(table, indent=2), encoding="utf-8")
+        return summary
+
+    # -- data and evaluation -------------------------------------------------------------------------------
+
+    def _sampler(self) -> TrainSampler:
+        config, layout = self.config, self.config.layout
+        blend = open_blend(
+            self.data.train,
+            "train",
+            config.data.seq_len,
+            config.train.seed,
+            cross_documents=config.data.cross_documents,
+            vocab_size=config.model.vocab_size,
+        )
+        rank = self.mesh.coordinates["dp"]
+        return TrainSampler(blend, layout.micro_batch, layout.microbatches, layout.dp, rank, self.step, self.samples)
+
+    def _maybe_evaluate(self, last: bool) -> bool:
+        every = self.config.train.eval_every
+        if not self.data.valid or not (last or (every and self.step % every == 0)):
+            return False
+        layout = self.config.layout
+        batches = self.config.train.eval_batches * layout.micro_batch * layout.dp
+        sampler = EvalSampler(
+            self._valid_sets(), layout.micro_batch, layout.dp, self.mesh.coordinates["dp"], batches or None
+        )
+        self.valid_loss, _ = self.trainer.evaluate(sampler)
+        self.mesh.recorder.take()
+        return True
+
+    def _valid_sets(self) -> list[WindowDataset]:
+        config = self.config
+        blend = open_blend(
+            self.data.valid,
+            "valid",
+            config.data.seq_len,
+            config.train.seed,
+            cross_documents=config.data.cross_documents,
+            vocab_size=config.model.vocab_size,
+        )
+        return list(blend.datasets)
+
+    def _bits_per_byte(self) -> float | None:
+        tokens = sum(info.valid_tokens for info in self.data.infos)
+        size = sum(info.valid_bytes for info in self.data.infos)
+        return None if self.valid_loss is None else bits_per_byte(self.valid_loss, tokens, size)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    @property
+    def _root(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    def _restore(self) -> None:
+        """Continue from a checkpoint, or take initial weights, as asked."""
+        path = self._resume_path()
+        if path is None:
+            if self.config.train.init_from is not None:
+                self._load_weights(Path(self.config.train.init_from))
+            return
+        state = load_checkpoint(path, self.trainer.model.specs)
+        self._copy_weights(state.weights)
+        self.trainer.optimizer.load(state.optimizer, int(state.extra["optimizer_steps"]))
+        self.step, self.samples = state.step, state.samples
+        if self.is_main:
+            self.env.send({"text": f"resumed from {path.name}: step {self.step}, {self.samples} samples read"})
+
+    def _resume_path(self) -> Path | None:
+        resume = self.options.resume
+        if resume == "none":
+            return None
+        if resume == "auto":
+            return latest_checkpoint(self._root, lambda text: self.env.send({"text": text}))
+        return Path(resume)
+
+    def _load_weights(self, folder: Path) -> None:
+        from shardwright.checkpoint.hf import load_hf  # only a run that starts from weights needs it
+
+        found, weights = load_hf(folder)
+        if found.model_copy(update={"name": self.config.model.name}) != self.config.model:
+            raise ConfigError(
+                f"train.init_from={folder} is another model than [model]; set model = {str(folder)!r} to take its shapes"
+            )
+        self._copy_weights(weights)
+
+    def _copy_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        trainer = self.trainer
+        named = trainer.parameters.items()
+        copy_weights(named, trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
+        for bucket in trainer.buckets.buckets:
+            if bucket.master is not bucket.parameters:
+                bucket.master.copy_(bucket.parameters)
+
+    def _maybe_save(self, last: bool) -> None:
+        every = self.config.train.save_every
+        if not (last or (every and self.step % every == 0)):
+            return
+        if self.is_main:
+            save_checkpoint(
+                self._root,
+                self._state(),
+                self.config.model,
+                tokenizer_folder=self.data.tokenizer_folder,
+                keep_last=self.config.train.keep_last,
+            )
+        self.saved_step = self.step
+        with self.mesh.recorder.phase("checkpoint"):
+            self.mesh.world.barrier(name="checkpoint saved")
+        self.mesh.recorder.take()
+
+    def _state(self) -> CheckpointState:
+        trainer = self.trainer
+        return CheckpointState(
+            step=self.step,
+            samples=self.samples,
+            weights={name: parameter.detach() for name, parameter in trainer.parameters.items()},
+            optimizer=trainer.optimizer.named_state(),
+            extra={"optimizer_steps": trainer.optimizer.step_count, "config": self.config.to_table()},
+        )
+
+    # -- surroundings --------------------------------------------------------------------------------------
+
+    def _open_files(self) -> MetricsWriter:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "config.toml").write_text(tomli_w.dumps(self.config.to_table()), encoding="utf-8")
+        resumed = None if self.options.resume == "none" else self.step
+        return MetricsWriter(self.run_dir, resumed, say=lambda text: self.env.send({"text": text}))
+
+    def _listen_to_signals(self) -> None:
+        def stop(signum: int, frame: FrameType | None) -> None:
+            self.trainer.stop_requested = True
+
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+
+    @property
+    def _pinned(self) -> bool:
+        return self.trainer.device.type == "cuda"
+
+    def _cuda_peak(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.trainer.device) if self._pinned else None
+
+    def _profiler(self) -> AbstractContextManager[Any]:
+        """A Perfetto trace of steps 3 to 5 of rank 0 as ``trace.json``, when asked for."""
+        if not (self.options.profile and self.is_main):
+            return nullcontext(None)
+        from torch.profiler import profile, schedule
+
+        path = str(self.run_dir / "trace.json")
+        return profile(
+            schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(path),
+        )

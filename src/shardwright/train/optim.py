@@ -1,0 +1,168 @@
+"""Optimizers over flat ranges, learning-rate schedules, and clipping by the global norm.
+
+AdamW (Loshchilov and Hutter 2019) and SGD with momentum, both with decoupled decay, run as PyTorch's fused kernels over
+each bucket's two flat ranges; norms and biases do not decay. State is fp32 (fp64 for fp64) and has the shape of the
+range, so a checkpoint reads it by the bucket's index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.mesh import Mesh
+from shardwright.core.run_config import OptimConfig
+from shardwright.errors import CheckpointError
+from shardwright.parallel.data import Bucket, FlatRange, GradientBuckets
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
+    """The rate of optimizer step ``step`` (0-based) of ``num_steps``: linear warm-up, then the named schedule.
+
+    ``cosine`` (Loshchilov and Hutter 2017) and ``linear`` fall to ``min_lr_ratio`` at the end; ``wsd`` (warm-up, stable,
+    decay; Hu et al. 2024) stays and falls linearly in the last ``decay_fraction`` of the steps.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    span = max(1, num_steps - config.warmup_steps)
+    done = min(1.0, (step - config.warmup_steps) / span)
+    low = config.min_lr_ratio
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "cosine":
+        return config.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+    if config.schedule == "linear":
+        return config.lr * (1 - (1 - low) * done)
+    decayed = max(0.0, (done - (1 - config.decay_fraction)) / config.decay_fraction)
+    return config.lr * (1 - (1 - low) * decayed)
+
+
+class FlatOptimizer:
+    """Updates every bucket's master range from its gradient range; ``kinds`` names the state it keeps."""
+
+    def __init__(self, config: OptimConfig, buckets: Sequence[Bucket]) -> None:
+        self.config, self.buckets = config, buckets
+        self.step_count = 0
+        self.kinds = ("exp_avg", "exp_avg_sq") if config.name == "adamw" else ("momentum",)
+        self.state: dict[str, list[Tensor]] = {
+            kind: [torch.zeros_like(bucket.master) for bucket in buckets] for kind in self.kinds
+        }
+        self._ranges = [self._range_states(index, bucket) for index, bucket in enumerate(buckets)]
+
+    def _range_states(self, index: int, bucket: Bucket) -> list[tuple[FlatRange, list[Tensor]]]:
+        cut, end = bucket.plan.num_decayed, bucket.plan.numel
+        found = []
+        for flat in bucket.ranges():
+            part = slice(0, cut) if flat.decay else slice(cut, end)
+            found.append((flat, [self.state[kind][index][part] for kind in self.kinds]))
+        return found
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One update of all ranges, then the masters are published to the compute parameters."""
+        self.step_count += 1
+        update = self._adamw if self.config.name == "adamw" else self._sgd
+        for bucket, ranges in zip(self.buckets, self._ranges, strict=True):
+            for flat, state in ranges:
+                update(flat, state, lr)
+            bucket.publish()
+
+    def _adamw(self, flat: FlatRange, state: list[Tensor], lr: float) -> None:
+        config = self.config
+        device = flat.master.device
+        torch._fused_adamw_(
+            [flat.master],
+            [flat.gradient],
+            [state[0]],
+            [state[1]],
+            [],
+            [torch.tensor(float(self.step_count), device=device)],
+            lr=lr,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            weight_decay=config.weight_decay if flat.decay else 0.0,
+            eps=config.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def _sgd(self, flat: FlatRange, state: list[Tensor], lr: float) -> None:
+        """v = mu v + g; w = w - lr (v + decay w): the decay stays out of the momentum."""
+        momentum = state[0].mul_(self.config.momentum).add_(flat.gradient)
+        if flat.decay and self.config.weight_decay:
+            flat.master.mul_(1 - lr * self.config.weight_decay)
+        flat.master.add_(momentum, alpha=-lr)
+
+    def named_state(self) -> dict[str, dict[str, Tensor]]:
+        """State kind -> parameter name -> a view of its shape (and ``master`` where it is apart from the parameters)."""
+        named = {
+            kind: {
+                name: view
+                for bucket, flat in zip(self.buckets, flats, strict=True)
+                for name, view in bucket.views(flat)
+            }
+            for kind, flats in self.state.items()
+        }
+        if any(bucket.master is not bucket.parameters for bucket in self.buckets):
+            named["master"] = {name: view for bucket in self.buckets for name, view in bucket.views(bucket.master)}
+        return named
+
+    @torch.no_grad()
+    def load(self, state: dict[str, dict[str, Tensor]], step_count: int) -> None:
+        """Fill from :meth:`named_state` of any bucket plan; strict in kinds and names."""
+        mine = self.named_state()
+        if state.keys() != mine.keys():
+            raise CheckpointError(
+                f"the checkpoint holds optimizer state {sorted(state)} but {self.config.name} needs {sorted(mine)}; "
+                "resume with the same optimizer and precision, or start a new run from its weights (train.init_from)"
+            )
+        for kind, views in mine.items():
+            missing = views.keys() ^ state[kind].keys()
+            if missing:
+                raise CheckpointError(f"optimizer state {kind} does not match the trained parameters: {sorted(missing)[:5]}")
+            for name, view in views.items():
+                view.copy_(state[kind][name])
+        self.step_count = step_count
+
+    def memory(self) -> int:
+        """Persistent bytes of the state, masters not included."""
+        return sum(flat.nbytes for flats in self.state.values() for flat in flats)
+
+
+def global_norm(buckets: GradientBuckets, mesh: Mesh) -> Tensor:
+    """The norm of the full gradient, each distinct parameter counted once; a scalar, equal on every rank.
+
+    Squares are summed over the axes that shard a parameter only; over pp, whose stages hold different parameters, all.
+    """
+    by_axes: dict[bool, Tensor] = {}
+    for bucket in buckets.buckets:
+        sharded = mesh.tp.size > 1 and "tp" not in bucket.plan.reduce_axes
+        square = torch.linalg.vector_norm(bucket.gradients).square()
+        by_axes[sharded] = by_axes[sharded] + square if sharded in by_axes else square
+    reference = mesh_scalar(buckets)
+    total = by_axes.get(False, torch.zeros_like(reference))
+    if mesh.tp.size > 1:
+        total = total + mesh.tp.all_reduce(by_axes.get(True, torch.zeros_like(reference)), name="norm")
+    if mesh.pp.size > 1:
+        total = mesh.pp.all_reduce(total.clone(), name="norm")
+    return total.sqrt()
+
+
+def mesh_scalar(buckets: GradientBuckets) -> Tensor:
+    """A zero scalar of the gradients' dtype and device."""
+    first = buckets.buckets[0].gradients if buckets.buckets else torch.zeros(1)
+    return torch.zeros((), dtype=first.dtype, device=first.device)
+
+
+@torch.no_grad()
+def clip(buckets: GradientBuckets, norm: float, limit: float) -> float:
+    """Scale every gradient by limit / norm when the norm is above the limit; the factor used."""
+    if limit <= 0 or norm <= limit:
+        return 1.0
+    factor = limit / (norm + 1e-6)
+    for bucket in buckets.buckets:
+        bucket.gradients.mul_(factor)
+    return factor

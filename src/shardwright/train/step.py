@@ -1,0 +1,238 @@
+"""One optimizer step: micro-batches -> executor -> reduced gradients -> clip -> update -> what happened.
+
+The same path at every layout: with one rank all verbs return their input.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.comm.mesh import Mesh
+from shardwright.core.buckets import Member, plan_buckets
+from shardwright.core.layout import Layout
+from shardwright.core.ledger import Ledger
+from shardwright.core.run_config import RunConfig
+from shardwright.core.specs import bucket_members, unit_names
+from shardwright.errors import ConfigError, LayoutError, ShardwrightError
+from shardwright.model.context import Context
+from shardwright.model.transformer import Transformer, freeze
+from shardwright.ops.attention import CausalAttend
+from shardwright.parallel.data import GradientBuckets
+from shardwright.parallel.hooks import CommHook, hook_for
+from shardwright.parallel.pipeline import Executor, Stage
+from shardwright.schedule.make import make_schedule
+from shardwright.schedule.passes import add_communication
+from shardwright.train.data import MicroBatch
+from shardwright.train.optim import FlatOptimizer, clip, global_norm, learning_rate
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+class NonFiniteError(ShardwrightError):
+    """The gradient norm is not finite; every rank sees the same norm and stops after the same step."""
+
+    exit_code = 1
+
+
+@dataclass
+class StepResult:
+    """What one step did, the same on every rank except ``ledger`` and the waits, which are the rank's own."""
+
+    step: int
+    loss: float
+    """Nats per valid token over the whole global batch."""
+    tokens: int
+    grad_norm: float
+    lr: float
+    skipped: bool
+    stop: bool
+    """Some rank asked to stop: all ranks stop after this step."""
+    busy_seconds: tuple[float, ...]
+    """Compute time of each rank before it waits for its peers."""
+    exposed_tail: float
+    ledger: Ledger
+
+    @property
+    def slowest_rank(self) -> int:
+        return self.busy_seconds.index(max(self.busy_seconds))
+
+    @property
+    def rank_skew(self) -> float:
+        """Seconds between the first and the last rank to finish its own work."""
+        return max(self.busy_seconds) - min(self.busy_seconds)
+
+
+def check_supported(config: RunConfig) -> None:
+    """Refuse, before any process starts, what training cannot do yet."""
+    layout = config.layout
+    usual = Layout()
+    for name in ("tp", "cp", "pp", "ep", "zero", "dp_replicate", "offload", "delayed_update", "virtual"):
+        if getattr(layout, name) != getattr(usual, name):
+            raise LayoutError(
+                f"{name}={getattr(layout, name)} can be planned but not trained yet; "
+                f"train with dp, microbatches and recompute, and leave {name} out"
+            )
+    if layout.precision not in DTYPES:
+        raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
+    if layout.comm == "shm":
+        raise LayoutError("comm=shm is not built yet; use comm=auto (gloo on CPU, NCCL on CUDA)")
+
+
+class Trainer:
+    """Model, buckets, optimizer and executor of one rank.
+
+    ``hook`` replaces the layout's communication hook. Raises `LayoutError` for a layout that cannot be trained.
+    """
+
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, device: torch.device | str = "cpu", hook: CommHook | None = None
+    ) -> None:
+        check_supported(config)
+        self.config, self.mesh, self.layout = config, mesh, config.layout
+        self.device = torch.device(device)
+        dtype = DTYPES[self.layout.precision]
+        self.model = Transformer(config.model, mesh, dtype, self.device).initialise(config.train.seed)
+        _check_frozen(config.train.freeze, freeze(self.model, config.train.freeze))
+        self.parameters = dict(self.model.named_parameters())
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        plans = plan_buckets(self._members(trained), unit_names(config.model), self.layout.bucket_mb)
+        direct = not config.train.compile
+        self.buckets = GradientBuckets(plans, trained, mesh, hook or hook_for(self.layout.reduce_dtype), direct=direct)
+        self.optimizer = FlatOptimizer(config.optim, self.buckets.buckets)
+        if config.train.compile:
+            self.model.compile_blocks()
+        self.executor = Executor(
+            add_communication(make_schedule(self.layout)),
+            {0: Stage(self.model.units(), config.model.dim)},
+            mesh.pp,
+            self.buckets,
+            mesh.recorder,
+            recompute=self.layout.recompute,
+            dtype=dtype,
+        )
+        self.stop_requested = False
+        self.on_gradients: Callable[[Trainer], None] | None = None
+        """Called when the gradients of a step are reduced and not yet clipped (verification)."""
+
+    def _members(self, trained: Mapping[str, nn.Parameter]) -> list[Member]:
+        members = bucket_members(self.config.model, self.layout, self.mesh.coordinates)
+        return [member for member in members if member.name in trained]
+
+    def context(self, batch: MicroBatch, step: int, *, training: bool = True) -> Context:
+        """What the model is told about one micro-batch, on this rank's device."""
+        batch = batch.to(self.device)
+        windows = [self.config.model.layer_window(layer) for layer in range(self.config.model.num_layers)]
+        return self.model.context(
+            batch.tokens,
+            batch.positions,
+            CausalAttend(batch.lengths, windows),
+            targets=batch.targets,
+            token_index=batch.token_index if training else None,
+            seed=self.config.train.seed,
+            step=step,
+            recompute=self.layout.recompute if training else "none",
+        )
+
+    def step(self, batches: Sequence[MicroBatch], step: int) -> StepResult:
+        """One optimizer step (0-based) on this rank's micro-batches."""
+        start = time.perf_counter()
+        tokens, stop = self._agree(sum(batch.num_valid for batch in batches))
+        loss_sum = self.gradients(batches, step, tokens)
+        busy = time.perf_counter() - start
+        timings = self.buckets.finish()
+        if self.on_gradients is not None:
+            self.on_gradients(self)
+        norm = _read(global_norm(self.buckets, self.mesh))
+        lr = learning_rate(self.config.optim, step, self.config.train.steps)
+        finite = norm - norm == 0.0  # false for inf and nan
+        if finite:
+            clip(self.buckets, norm, self.config.optim.clip)
+            self.optimizer.step(lr)
+        loss, every_busy = self._gather_metrics(loss_sum, busy)
+        ledger = self.mesh.recorder.take()
+        ledger.buckets = timings
+        result = StepResult(
+            step,
+            loss / max(tokens, 1),
+            tokens,
+            norm,
+            lr,
+            not finite,
+            stop,
+            every_busy,
+            ledger.exposed_tail,
+            ledger,
+        )
+        if not finite and self.config.train.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {step}: the gradient norm is {norm} and the loss {result.loss:.4g}; parameters are those of the step "
+                "before. Lower optim.lr, or set train.on_nonfinite=skip"
+            )
+        return result
+
+    def gradients(self, batches: Sequence[MicroBatch], step: int, tokens: int) -> Tensor:
+        """Run the executor over the micro-batches and start every reduction; returns the rank's summed loss."""
+        self.buckets.begin()
+        contexts = [self.context(batch, step) for batch in batches]
+        wide = torch.float64 if self.layout.precision == "fp64" else torch.float32
+        scale = torch.full((), 1.0 / max(tokens, 1), dtype=wide, device=self.device)
+        return self.executor.run(contexts, scale)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+        """(nats per valid token, valid tokens) over all ranks' batches; every rank must bring the same number."""
+        totals = torch.zeros(2, dtype=torch.float64)
+        for batch in batches:
+            totals[0] += self.model.run(self.context(batch, 0, training=False)).double().cpu()
+            totals[1] += batch.num_valid
+        with self.mesh.recorder.phase("eval"):
+            loss, tokens = _read_all(self.mesh.dp_cp.all_reduce(totals.to(self.device), name="eval"))
+        return loss / max(tokens, 1.0), int(tokens)
+
+    def memory(self) -> dict[str, int]:
+        """Persistent bytes by class on this rank."""
+        held = self.buckets.memory()
+        frozen = sum(p.nbytes for p in self.parameters.values() if not p.requires_grad)
+        return {
+            "parameters": held["parameters"] + frozen,
+            "gradients": held["gradients"],
+            "optimizer": self.optimizer.memory() + held["master"],
+        }
+
+    def _agree(self, num_valid: int) -> tuple[int, bool]:
+        """Valid tokens of the whole global batch, and whether any rank asked to stop."""
+        counts = torch.tensor([num_valid, int(self.stop_requested)], dtype=torch.int64, device=self.device)
+        with self.mesh.recorder.phase("data"):
+            tokens, stops = _read_all(self.mesh.dp_cp.all_reduce(counts, name="tokens"))
+        return int(tokens), stops > 0
+
+    def _gather_metrics(self, loss_sum: Tensor, busy: float) -> tuple[float, tuple[float, ...]]:
+        """The summed loss of the whole batch and every rank's busy seconds; the same on all ranks."""
+        mine = torch.stack([loss_sum.double(), torch.full_like(loss_sum, busy, dtype=torch.float64)])
+        with self.mesh.recorder.phase("metrics"):
+            rows = self.mesh.world.all_gather(mine.unsqueeze(0), name="metrics")
+        values = _read_all(rows.flatten())
+        return sum(values[0::2]) / self.mesh.tp.size, tuple(values[1::2])
+
+
+def _check_frozen(patterns: Sequence[str], matched: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(name.startswith(pattern) for name in matched):
+            raise ConfigError(
+                f"train.freeze={pattern!r} matches no parameter; names look like blocks.0.attention.q.weight"
+            )
+
+
+def _read(value: Tensor) -> float:
+    """The one place where a scalar of the step is read on the host (0 in a dry run)."""
+    return 0.0 if value.is_meta else float(value.item())
+
+
+def _read_all(values: Tensor) -> list[float]:
+    """The one place where a small vector of the step is read on the host (zeros in a dry run)."""
+    return [0.0] * values.numel() if values.is_meta else [float(value) for value in values.tolist()]

@@ -1,0 +1,339 @@
+"""A layout against one process: loss, every gradient, every updated parameter, every byte.
+
+The reference shares the model's code and nothing of the machinery: the whole global batch packed as one micro-batch,
+one ``loss.backward()`` of plain autograd, and ``torch.optim`` on the parameters themselves. Tolerances are those of the
+contract: gradients 1e-5 in fp32, loss 1e-6, parameters after the steps 1e-5 with SGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.mesh import Mesh
+from shardwright.core.layout import Layout
+from shardwright.core.ledger import Ledger
+from shardwright.core.run_config import RunConfig
+from shardwright.launch import RankEnv, init_process_group, launch
+from shardwright.model.transformer import Transformer, freeze
+from shardwright.ops.attention import CausalAttend
+from shardwright.plan.collectives import predict_step
+from shardwright.train.data import MicroBatch, TrainSampler, collate, open_blend
+from shardwright.train.optim import learning_rate
+from shardwright.train.prepare import PreparedData, prepare_data
+from shardwright.train.step import DTYPES, Trainer
+from shardwright.verify.mutate import MUTATIONS
+
+TOLERANCES = {
+    "fp32": {"loss": 1e-6, "gradients": 1e-5, "parameters": 1e-5},
+    "fp64": {"loss": 1e-12, "gradients": 1e-9, "parameters": 1e-9},
+    "bf16": {"loss": 2e-2, "gradients": 1e-1, "parameters": 1e-2},
+}
+
+
+@dataclass
+class Trace:
+    """What a run of a few steps shows: per step loss, gradients (reduced, unclipped) and norm; parameters at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    ledgers: list[Ledger] = field(default_factory=list)
+
+
+@dataclass
+class Comparison:
+    """The worst difference of one quantity. ``passed`` when it is within the tolerance."""
+
+    max_rel_diff: float
+    tolerance: float
+    worst: str
+
+    @property
+    def passed(self) -> bool:
+        return self.max_rel_diff <= self.tolerance  # false for nan
+
+
+def max_rel_diff(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The worst tensor's max|a-b| / max(max|ref|, 1e-3 x RMS of all of ``want``), and its name.
+
+    The floor is there because some gradients (a key bias's) are zero in exact arithmetic. A missing tensor is infinite.
+    """
+    if got.keys() != want.keys():
+        return float("inf"), f"names differ: {sorted(got.keys() ^ want.keys())[:3]}"
+    count = sum(tensor.numel() for tensor in want.values())
+    square = sum(tensor.double().square().sum().item() for tensor in want.values())
+    floor = 1e-3 * (square / max(count, 1)) ** 0.5
+    worst, where = 0.0, ""
+    for name, reference in want.items():
+        if got[name].shape != reference.shape:
+            return float("inf"), f"{name}: shape {tuple(got[name].shape)} against {tuple(reference.shape)}"
+        if reference.numel() == 0:
+            continue
+        difference = (got[name].double() - reference.double()).abs().max().item()
+        relative = difference / max(reference.double().abs().max().item(), floor, 1e-300)
+        if not relative <= worst:  # also true for nan
+            worst, where = relative, name
+    return worst, where
+
+
+# -- one process -------------------------------------------------------------------------------------------
+
+
+def reference_run(config: RunConfig, batches: Callable[[int], MicroBatch], steps: int) -> Trace:
+    """Train ``steps`` steps in one process with plain autograd; ``batches(step)`` is the whole global batch as one."""
+    mesh = Mesh.solo()
+    dtype = DTYPES[config.layout.precision]
+    model = Transformer(config.model, mesh, dtype).initialise(config.train.seed)
+    freeze(model, config.train.freeze)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = _reference_optimizer(config, model, trained)
+    windows = [config.model.layer_window(layer) for layer in range(config.model.num_layers)]
+    trace = Trace()
+    for step in range(steps):
+        batch = batches(step)
+        context = model.context(
+            batch.tokens,
+            batch.positions,
+            CausalAttend(batch.lengths, windows),
+            targets=batch.targets,
+            token_index=batch.token_index,
+            seed=config.train.seed,
+            step=step,
+        )
+        optimizer.zero_grad(set_to_none=True)
+        loss = model.run(context) / max(batch.num_valid, 1)
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}
+        norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+        if config.optim.clip and norm > config.optim.clip:
+            for parameter in trained.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(config.optim.clip / (norm + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.optim, step, config.train.steps)
+        _decay(config, model, trained, optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        trace.losses.append(loss.item())
+        trace.norms.append(norm)
+        trace.gradients.append(gradients)
+    trace.parameters = {name: p.detach().clone() for name, p in trained.items()}
+    return trace
+
+
+def _reference_optimizer(
+    config: RunConfig, model: Transformer, trained: Mapping[str, Tensor]
+) -> torch.optim.Optimizer:
+    optim = config.optim
+    parameters = list(trained.values())
+    if optim.name == "adamw":
+        return torch.optim.Adam(parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=False)
+    return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, foreach=False)
+
+
+@torch.no_grad()
+def _decay(config: RunConfig, model: Transformer, trained: Mapping[str, Tensor], lr: float) -> None:
+    """Decoupled decay by hand, by the spec table's rule, before the plain update."""
+    for name, parameter in trained.items():
+        if model.specs[name].decay:
+            parameter.mul_(1 - lr * config.optim.weight_decay)
+
+
+# -- a layout ----------------------------------------------------------------------------------------------
+
+
+def trace_rank(env: RankEnv, config: RunConfig, data: PreparedData, steps: int, mutation: str | None = None) -> Trace:
+    """Run ``steps`` real training steps on this rank and keep what they show; ``mutation`` breaks one thing."""
+    if env.world_size > 1:
+        init_process_group(env)
+        mesh = Mesh.distributed(config.layout, env.rank, config.train.timeout_s)
+    else:
+        mesh = Mesh.solo()
+    if mutation is not None:
+        mesh.wrap(MUTATIONS[mutation].wrap)
+    trainer = Trainer(config, mesh)
+    sampler = train_sampler(config, data, mesh.coordinates["dp"])
+    mesh.recorder.take()
+    trace = Trace()
+
+    def keep_gradients(trainer: Trainer) -> None:
+        trace.gradients.append({name: view.clone() for name, view in trainer.buckets.named("gradients").items()})
+
+    trainer.on_gradients = keep_gradients
+    for step in range(steps):
+        result = trainer.step(sampler.batches(step), step)
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+        trace.ledgers.append(result.ledger)
+    trace.parameters = {name: view.clone() for name, view in trainer.buckets.named("master").items()}
+    return trace
+
+
+def train_sampler(config: RunConfig, data: PreparedData, rank: int) -> TrainSampler:
+    """The samples of one data-parallel rank, from the start of the data."""
+    blend = open_blend(
+        data.train,
+        "train",
+        config.data.seq_len,
+        config.train.seed,
+        cross_documents=config.data.cross_documents,
+        vocab_size=config.model.vocab_size,
+    )
+    layout = config.layout
+    return TrainSampler(blend, layout.micro_batch, layout.microbatches, layout.dp, rank)
+
+
+def whole_batches(sampler: TrainSampler) -> Callable[[int], MicroBatch]:
+    """The whole global batch of a step as one micro-batch."""
+
+    def whole(step: int) -> MicroBatch:
+        first = sampler.first_sample(step)
+        ids = range(first, first + sampler.global_batch)
+        return collate([sampler.blend.window(sample) for sample in ids], ids, sampler.blend.seq_len)
+
+    return whole
+
+
+def dry_step(config: RunConfig, rank: int = 0) -> Ledger:
+    """One real training step with shapes only, at any world size: its ledger."""
+    trainer = Trainer(config, Mesh.dry(config.layout, rank), "meta")
+    trainer.mesh.recorder.take()
+    tokens = config.data.seq_len * config.layout.micro_batch
+    shape = torch.empty(tokens, dtype=torch.int64, device="meta")
+    lengths = (config.data.seq_len,) * config.layout.micro_batch
+    batch = MicroBatch(shape, shape, shape, shape, lengths, tokens, ())
+    return trainer.step([batch] * config.layout.microbatches, 0).ledger
+
+
+# -- the comparison ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Verification:
+    """The whole answer of ``shardwright verify`` for one layout."""
+
+    layout: Layout
+    loss: Comparison
+    gradients: Comparison
+    parameters: Comparison
+    norm: Comparison
+    replicas: Comparison
+    predicted: Ledger
+    dryrun: Ledger
+    measured: Ledger
+    differences: list[str]
+
+    @property
+    def comparisons(self) -> dict[str, Comparison]:
+        return {name: getattr(self, name) for name in ("loss", "gradients", "parameters", "norm", "replicas")}
+
+    @property
+    def passed(self) -> bool:
+        return all(comparison.passed for comparison in self.comparisons.values()) and not self.differences
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of the contract."""
+        worst = max(self.comparisons.items(), key=lambda item: item[1].max_rel_diff / max(item[1].tolerance, 1e-300))
+        shown: dict[str, Any] = {
+            name: {"max_rel_diff": c.max_rel_diff, "tolerance": c.tolerance, "worst": c.worst}
+            for name, c in self.comparisons.items()
+        }
+        return {
+            "passed": self.passed,
+            "layout": str(self.layout),
+            **shown,
+            "ledger": {
+                "predicted_bytes": self.predicted.total_bytes,
+                "dryrun_bytes": self.dryrun.total_bytes,
+                "measured_bytes": self.measured.total_bytes,
+                "equal": not self.differences,
+                "differences": self.differences,
+            },
+            "worst": f"{worst[0]}: {worst[1].worst}",
+        }
+
+
+def verify(
+    config: RunConfig,
+    steps: int = 3,
+    *,
+    mutation: str | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Verification:
+    """Run ``config.layout`` on real ranks and compare it with one process; parameters are compared under SGD in fp32."""
+    config = _comparable(config)
+    data = prepare_data(config, progress)
+    layout = config.layout
+    traces: list[Trace] = launch(
+        trace_rank,
+        layout.world_size,
+        (config, data, steps, mutation),
+        layout=str(layout),
+        threads_per_rank=config.train.threads,
+        timeout_s=config.train.timeout_s,
+    )
+    reference = reference_run(config, whole_batches(train_sampler(config, data, 0)), steps)
+    predicted = predict_step(config.model, layout, config.train.freeze)
+    dryrun = dry_step(config)
+    return compare(config, traces, reference, predicted, dryrun)
+
+
+def compare(
+    config: RunConfig, traces: list[Trace], reference: Trace, predicted: Ledger, dryrun: Ledger
+) -> Verification:
+    """Rank 0 against the reference; every other rank against rank 0, bit for bit."""
+    tolerance = TOLERANCES[config.layout.precision]
+    first = traces[0]
+    losses = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(reference.losses)}
+    got = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(first.losses)}
+    norms = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(reference.norms)}
+    got_norms = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(first.norms)}
+    gradients = [max_rel_diff(a, b) for a, b in zip(first.gradients, reference.gradients, strict=True)]
+    worst_step = max(range(len(gradients)), key=lambda step: gradients[step][0])
+    differences = [f"predicted, dry run: {line}" for line in predicted.differences(dryrun)]
+    for rank, trace in enumerate(traces):
+        for step, ledger in enumerate(trace.ledgers):
+            where = f"predicted, rank {rank} step {step}"
+            differences += [f"{where}: {line}" for line in predicted.differences(ledger)]
+    return Verification(
+        config.layout,
+        Comparison(*_swap(max_rel_diff(got, losses), tolerance["loss"])),
+        Comparison(*_swap((gradients[worst_step][0], f"step {worst_step} {gradients[worst_step][1]}"), tolerance["gradients"])),
+        Comparison(*_swap(max_rel_diff(first.parameters, reference.parameters), tolerance["parameters"])),
+        Comparison(*_swap(max_rel_diff(got_norms, norms), tolerance["gradients"])),
+        _replicas(traces),
+        predicted,
+        dryrun,
+        first.ledgers[-1],
+        differences,
+    )
+
+
+def _replicas(traces: list[Trace]) -> Comparison:
+    """Largest difference between ranks that must be equal bit for bit: parameters and reported losses."""
+    worst, where = 0.0, ""
+    for rank, trace in enumerate(traces[1:], start=1):
+        for name, value in traces[0].parameters.items():
+            if not torch.equal(value, trace.parameters[name]):
+                difference = (value - trace.parameters[name]).abs().max().item()
+                worst, where = max(worst, difference or float("inf")), f"rank {rank} {name}"
+        if trace.losses != traces[0].losses:
+            worst, where = float("inf"), f"rank {rank} reports other losses"
+    return Comparison(worst, 0.0, where)
+
+
+def _swap(found: tuple[float, str], tolerance: float) -> tuple[float, float, str]:
+    return found[0], tolerance, found[1]
+
+
+def _comparable(config: RunConfig) -> RunConfig:
+    """SGD where Adam would magnify rounding: in fp64 the run's own optimizer is kept."""
+    if config.layout.precision == "fp64" or config.optim.name == "sgd":
+        return config
+    optim = config.optim.model_copy(update={"name": "sgd", "lr": 0.1})
+    return config.model_copy(update={"optim": optim})
