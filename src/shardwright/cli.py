@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 
@@ -50,21 +49,22 @@ def train(
 ) -> None:
     """Train a model on text; starts its own ranks, or joins torchrun's or srun's."""
     from shardwright.train.display import TrainDisplay, tokenise_progress
-    from shardwright.train.loop import RunOptions, train as run
+    from shardwright.train.loop import RunOptions, prepare_run
+    from shardwright.train.loop import train as run
     from shardwright.train.report import final_report
 
     settings = RunConfig.load(config, sets or (), layout)
     console = Console(quiet=as_json)
+    options = RunOptions(resume, profile)
     with tokenise_progress(console, quiet=as_json) as progress:
-        display = TrainDisplay(settings.train.steps, console=console, quiet=as_json)
-        summary = run(settings, RunOptions(resume, profile), display, progress)
+        data = prepare_run(settings, options, progress)
+    summary = run(settings, data, options, TrainDisplay(settings.train.steps, console=console, quiet=as_json))
     ledger = summary.pop("ledger", None)
     if as_json:
         found = {name: value.to_json() for name, value in ledger.items()} if ledger else None
         _print_json({**summary, "ledger": found})
         return
-    if ledger is not None:
-        final_report(console, settings.train.run_dir, **ledger, peak_bytes=summary["peak_memory_bytes"])
+    final_report(console, settings.train.run_dir, **(ledger or {}), peak_bytes=summary["peak_memory_bytes"])
     if summary["stopped"]:
         console.print(f"stopped after step {summary['steps']}; continue with --resume auto")
 
@@ -182,21 +182,32 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
+"""What typer raises for a wrong command line: click's ClickException or typer's copy of it, which has no public name."""
+
+
 def main() -> int:
     """Run the command line and return its exit code; errors of ours are one message on stderr, no traceback."""
+    code = 0
     try:
-        code = app(standalone_mode=False)
-        return code if isinstance(code, int) else 0
-    except click.exceptions.Abort:
-        return 130
-    except click.ClickException as error:
-        error.show()
+        code = app(standalone_mode=False) or 0
+    except _UsageError as error:
+        print(_usage_message(error), file=sys.stderr)
         return 2
     except ShardwrightError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
+    except (typer.Abort, KeyboardInterrupt):
+        code = 130
+    if code == 130:
         print("interrupted", file=sys.stderr)
-        return 130
+    return code
 
 
+def _usage_message(error: Any) -> str:
+    """A wrong command line in one line that names the help to read."""
+    text: str = error.format_message()
+    if "\n" in text or not text:  # the whole help, asked for by giving no arguments
+        return text
+    where = f"; see {error.ctx.command_path} --help" if error.ctx is not None else ""
+    return f"error: {text[0].lower()}{text[1:].removesuffix('.')}{where}"

@@ -1,7 +1,7 @@
 """Start ranks: real processes on this machine, or those that torchrun or srun has started already.
 
 ``launch(target, world, args)`` is what commands call. Without a starter around it, ``run_local_ranks`` forks one
-process per rank from a *fork server*: a helper process that has imported torch once, so that a rank starts in
+process per rank from a *fork server*: a process that has imported torch once, so that a rank starts in
 milliseconds. The ranks meet in a file of a private directory; no port is used, so two jobs never meet by accident.
 
 What goes wrong is handled here, once, for everything that runs on ranks:
@@ -191,11 +191,12 @@ def _describe(rank: int, error: BaseException) -> _Failure:
     )
 
 
-def _exit_with_parent() -> None:
-    """End this rank when the process that started it has died, however it died."""
+def _exit_with_parent(folder: Path) -> None:
+    """End this rank when the process that started it has died, however it died; remove the job's directory for it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -207,7 +208,8 @@ def _prepare_rank(stacks_path: Path, threads: int) -> None:
     # A terminal sends Ctrl-C to every process; ranks leave it to their parent, which sends SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    threading.Thread(target=_exit_with_parent, name="exit-with-parent", daemon=True).start()
+    watchdog = threading.Thread(target=_exit_with_parent, args=(stacks_path.parent,), daemon=True)
+    watchdog.start()
     # Local ranks need no name service: a host name that does not resolve would make gloo slow or fail.
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:

@@ -299,7 +299,15 @@ def test_the_last_step_is_logged_when_a_run_stops_early() -> None:
 def test_the_time_left_after_a_resume_counts_new_steps_only() -> None:
     console = Console(file=io.StringIO(), width=80)
     run_display(console, range(11, 13), seconds=30.0)
-    assert "ETA 4:00" in output(console).splitlines()[-1]  # 8 steps of 30 s
+    assert "ETA 2:02" in output(console).splitlines()[-1]  # 8 steps of (0.5 + 30) / 2 s
+
+
+def test_starting_the_ranks_does_not_count_as_a_step() -> None:
+    console, clock = Console(file=io.StringIO(), width=80), Clock()
+    with TrainDisplay(11, console=console, clock=clock) as display:
+        clock.now += 60
+        display.update(record(1))
+    assert "ETA 0:05" in output(console)  # 10 steps of 0.5 s
 
 
 def test_quiet_prints_nothing() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwright.comm.base import Comm, ReduceOp, Work
 from shardwright.core.ledger import Ledger, LedgerEntry, ring_bytes
+
+_T = TypeVar("_T")
 
 
 class Recorder:
@@ -105,7 +107,7 @@ class RecordComm(Comm):
         sent = ring_bytes(verb, full.numel(), full.element_size(), self.size)
         return self.recorder.book(verb, self.axis, name, sent)
 
-    def _timed(self, entry: LedgerEntry, call: Callable[[], Any]) -> Any:
+    def _timed(self, entry: LedgerEntry, call: Callable[[], _T]) -> _T:
         start = time.perf_counter()
         result = call()
         seconds = time.perf_counter() - start

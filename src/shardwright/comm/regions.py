@@ -123,34 +123,34 @@ def _own_rows(x: Tensor, comm: Comm) -> Tensor:
 
 def copy_to_region(x: Tensor, comm: Comm, name: str) -> Tensor:
     """f: identity forward, all-reduce of the gradient backward."""
-    return x if comm.size == 1 else _Copy.apply(x, comm, name)  # type: ignore[no-any-return,no-untyped-call]
+    return x if comm.size == 1 else _Copy.apply(x, comm, name)
 
 
 def reduce_from_region(x: Tensor, comm: Comm, name: str) -> Tensor:
     """g: all-reduce forward, identity backward."""
-    return x if comm.size == 1 else _Reduce.apply(x, comm, name)  # type: ignore[no-any-return,no-untyped-call]
+    return x if comm.size == 1 else _Reduce.apply(x, comm, name)
 
 
 def scatter_to_region(x: Tensor, comm: Comm, name: str) -> Tensor:
     """Own rows of an invariant (N*k, ...) forward, all-gather of the gradient backward."""
-    return x if comm.size == 1 else _Scatter.apply(x, comm, name)  # type: ignore[no-any-return,no-untyped-call]
+    return x if comm.size == 1 else _Scatter.apply(x, comm, name)
 
 
 def gather_from_region(x: Tensor, comm: Comm, name: str) -> Tensor:
     """All-gather rows forward into an invariant, own rows of the gradient backward."""
-    return x if comm.size == 1 else _Gather.apply(x, comm, name)  # type: ignore[no-any-return,no-untyped-call]
+    return x if comm.size == 1 else _Gather.apply(x, comm, name)
 
 
 def gather_tokens(x: Tensor, comm: Comm, name: str) -> Tensor:
     """All-gather rows forward, reduce-scatter of the partial gradient backward."""
-    return x if comm.size == 1 else _GatherTokens.apply(x, comm, name)  # type: ignore[no-any-return,no-untyped-call]
+    return x if comm.size == 1 else _GatherTokens.apply(x, comm, name)
 
 
 def reduce_scatter_tokens(x: Tensor, comm: Comm, name: str) -> Tensor:
     """Reduce-scatter partial rows forward, all-gather of the gradient backward."""
-    return x if comm.size == 1 else _ReduceScatterTokens.apply(x, comm, name)  # type: ignore[no-any-return,no-untyped-call]
+    return x if comm.size == 1 else _ReduceScatterTokens.apply(x, comm, name)
 
 
 def exchange_tokens(x: Tensor, comm: Comm, send: Sequence[int], receive: Sequence[int], name: str) -> Tensor:
     """All-to-all of rows with these sizes forward, with the sizes swapped backward."""
-    return x if comm.size == 1 else _Exchange.apply(x, comm, send, receive, name)  # type: ignore[no-any-return,no-untyped-call]
+    return x if comm.size == 1 else _Exchange.apply(x, comm, send, receive, name)

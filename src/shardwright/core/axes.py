@@ -99,10 +99,11 @@ class RankGrid:
         return tuple(sorted(groups, key=min))
 
     def axis_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of an axis by name: a mesh axis, a composite axis, ``ep`` or ``edp``."""
+        """All groups of an axis by name (a mesh axis, a composite axis, ``ep`` or ``edp``), ranks of each ascending."""
         if axis in ("ep", "edp"):
             return self._folded_groups(axis)
-        return self.groups(COMPOSITE_AXES.get(axis, (axis,)))
+        parts = COMPOSITE_AXES.get(axis, (axis,))
+        return self.groups(tuple(part for part in ORDERS[self.order] if part in parts))
 
     def _folded_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         groups: list[tuple[int, ...]] = []

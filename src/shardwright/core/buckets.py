@@ -43,7 +43,9 @@ class BucketPlan:
         return frozenset(unit for member in self.members for unit in member.units)
 
 
-def plan_buckets(members: Iterable[Member], unit_order: Sequence[str], bucket_mb: float, element_bytes: int = 4) -> list[BucketPlan]:
+def plan_buckets(
+    members: Iterable[Member], unit_order: Sequence[str], bucket_mb: float, element_bytes: int = 4
+) -> list[BucketPlan]:
     """Buckets in the order in which they become ready during backward.
 
     ``unit_order`` lists the units in order of use. A parameter is ready when the earliest unit that uses it is done

@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from math import isfinite
 from typing import Any
 
 from shardwright.core.axes import ORDERS, RankGrid
@@ -31,6 +33,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("fp32", "bf16", "fp8", "fp4", "fp64"),
     "sp": ("auto", "on", "off"),
 }
+
+_LEAST_ONE = ("tp", "cp", "dp", "pp", "ep", "microbatches", "micro_batch", "virtual", "dp_replicate", "tp_overlap")
 
 
 @dataclass(frozen=True)
@@ -77,19 +81,10 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Read ``key=value,key=value``, in any order; what is left out has its default."""
-        values: dict[str, Any] = {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
-            key, separator, value = part.partition("=")
-            if not separator or not value:
-                raise LayoutError(f"layout: {part!r} is not key=value; write for instance dp=2,zero=1")
-            key = key.strip()
-            if key in values:
-                raise LayoutError(f"layout: {key} is given twice; give it once")
-            values[key] = value.strip()
-        return cls.of(values)
+        return cls.of(layout_values(text))
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Layout:
+    def of(cls, values: Mapping[str, Any]) -> Layout:
         """Build from a mapping whose values may be text (from a command line) or typed (from TOML)."""
         known = {field.name: field for field in fields(cls)}
         typed: dict[str, Any] = {}
@@ -141,17 +136,22 @@ class Layout:
     # -- checks ------------------------------------------------------------------------------------
 
     def __post_init__(self) -> None:
-        least_one = "tp cp dp pp ep microbatches micro_batch virtual dp_replicate tp_overlap".split()
-        for name in least_one:
+        for name in _LEAST_ONE:
             if getattr(self, name) < 1:
-                raise LayoutError(f"{name}={getattr(self, name)} must be at least 1")
+                raise LayoutError(f"{name}={getattr(self, name)} must be at least 1; leave it out for 1")
+        if self.prefetch < 0:
+            raise LayoutError(f"prefetch={self.prefetch} must be at least 0 (units gathered ahead; 1 is usual)")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero} is not a ZeRO stage; use 0 (DDP), 1, 2 or 3 (FSDP)")
         for name, choices in CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
         if not self.schedule.startswith("file:"):
             _check_choice("schedule", self.schedule, SCHEDULES)
-        if self.bucket_mb <= 0:
+        elif "," in self.schedule or not self.schedule.removeprefix("file:").strip():
+            raise LayoutError(f"schedule={self.schedule} needs a path without commas after file:; rename the file")
+        if self.moe != "dropless" and _capacity(self.moe) is None:
+            raise LayoutError(f"moe={self.moe} is not known; use dropless or a capacity above 0 such as capacity:1.25")
+        if not (isfinite(self.bucket_mb) and self.bucket_mb > 0):
             raise LayoutError(f"bucket_mb={self.bucket_mb} must be above 0 (MiB per gradient bucket; 25 is usual)")
         if not 0 <= self.offload_fraction <= 1:
             raise LayoutError(f"offload_fraction={self.offload_fraction} must lie between 0 and 1")
@@ -174,9 +174,11 @@ class Layout:
     def check_world(self, num_processes: int) -> None:
         """Refuse a world of another size than the layout's."""
         if num_processes != self.world_size:
+            dp, rest = divmod(num_processes, self.world_size // self.dp)
+            other = f"use dp={dp}" if dp and not rest else "lower a degree"
             raise LayoutError(
                 f"layout {self} needs {self.world_size} processes (tp*cp*dp*pp) but {num_processes} were started; "
-                f"start {self.world_size} or change a degree (for instance dp={num_processes})"
+                f"start {self.world_size} or {other}"
             )
 
     def check_model(self, model: ModelConfig) -> None:
@@ -188,7 +190,10 @@ class Layout:
             )
         kv = model.num_kv_heads
         if kv % self.tp and self.tp % kv:
-            raise LayoutError(f"tp={self.tp} and the model's {kv} KV heads must divide one another")
+            good = [tp for tp in _divisor_list(model.num_heads) if kv % tp == 0 or tp % kv == 0]
+            raise LayoutError(
+                f"tp={self.tp} and the model's {kv} KV heads must divide one another; use tp={_either(good)}"
+            )
         if self.num_stages > model.num_layers:
             raise LayoutError(
                 f"pp*virtual={self.num_stages} stages need as many layers, the model has {model.num_layers}; "
@@ -200,6 +205,19 @@ class Layout:
             raise LayoutError("experts with tp > 1 need sequence parallelism; leave sp out or set sp=on")
 
 
+def layout_values(text: str) -> dict[str, str]:
+    """The pairs of ``key=value,key=value`` as they stand: what changes a layout need not be one by itself."""
+    values: dict[str, str] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if not key or not value:
+            raise LayoutError(f"layout: {part!r} is not key=value; write for instance dp=2,zero=1")
+        if key in values:
+            raise LayoutError(f"layout: {key} is given twice; give it once")
+        values[key] = value
+    return values
+
+
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
@@ -207,9 +225,27 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise LayoutError(f"{name}={value} is not known; {hint}")
 
 
+def _divisor_list(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]
+
+
 def _divisors(number: int) -> str:
-    found = [str(k) for k in range(1, number + 1) if number % k == 0]
-    return found[0] if len(found) == 1 else ", ".join(found[:-1]) + " or " + found[-1]
+    return _either(_divisor_list(number))
+
+
+def _either(numbers: list[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _capacity(text: str) -> float | None:
+    """The factor in ``capacity:FACTOR``; None when ``text`` is not that."""
+    kind, _, number = text.partition(":")
+    try:
+        factor = float(number)
+    except ValueError:
+        return None
+    return factor if kind == "capacity" and isfinite(factor) and factor > 0 else None
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:
@@ -233,4 +269,4 @@ def _typed(key: str, value: Any, kind: type) -> Any:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)

@@ -43,7 +43,10 @@ def ring_bytes(verb: str, num_elements: int, element_bytes: int, num_ranks: int)
 
 @dataclass
 class LedgerEntry:
-    """One kind of message of one step. ``seconds`` is its duration, ``exposed_seconds`` the part that a rank waited."""
+    """One kind of message of one step. ``seconds`` is its duration, ``exposed_seconds`` the part that a rank waited.
+
+    ``link`` names the level of the cluster that carries it; empty where that is not known (a real run).
+    """
 
     phase: str
     verb: str
@@ -53,6 +56,7 @@ class LedgerEntry:
     count: int = 1
     seconds: float = 0.0
     exposed_seconds: float = 0.0
+    link: str = ""
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -90,10 +94,11 @@ class Ledger:
         count: int = 1,
         seconds: float = 0.0,
         exposed_seconds: float = 0.0,
+        link: str = "",
     ) -> LedgerEntry:
         """Add a message; messages with the same phase, verb, axis and tensor are summed."""
         entry = self.entries.setdefault(
-            (phase, verb, axis, tensor), LedgerEntry(phase, verb, axis, tensor, bytes=0, count=0)
+            (phase, verb, axis, tensor), LedgerEntry(phase, verb, axis, tensor, bytes=0, count=0, link=link)
         )
         entry.bytes += num_bytes
         entry.count += count
@@ -145,13 +150,14 @@ class Ledger:
 
     @classmethod
     def merged(cls, ledgers: Iterable[Ledger]) -> Ledger:
-        """The sum of several ledgers (several steps); memory is the maximum."""
+        """The sum of several ledgers (several steps); memory is the maximum, buckets follow one another."""
         total = cls()
         for ledger in ledgers:
             for e in ledger.entries.values():
                 total.add(
-                    *e.key, e.bytes, count=e.count, seconds=e.seconds, exposed_seconds=e.exposed_seconds
+                    *e.key, e.bytes, count=e.count, seconds=e.seconds, exposed_seconds=e.exposed_seconds, link=e.link
                 )
+            total.buckets += ledger.buckets
             for name, value in ledger.memory.items():
                 total.memory[name] = max(total.memory.get(name, 0), value)
         return total

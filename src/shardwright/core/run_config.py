@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from shardwright.core.layout import Layout
+from shardwright.core.layout import Layout, layout_values
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.suggest import did_you_mean
 from shardwright.errors import ConfigError
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -159,9 +160,7 @@ class RunConfig(Section):
         for change in sets:
             _apply(values, change)
         if layout is not None:
-            given = values.get("layout", {})
-            base = _layout_values(given)
-            values["layout"] = Layout.of({**base, **_layout_values(layout)})
+            values["layout"] = {**_layout_table(values.get("layout", {})), **layout_values(layout)}
         try:
             return cls(**values)
         except ValidationError as error:
@@ -174,12 +173,12 @@ class RunConfig(Section):
         return table
 
 
-def _layout_values(layout: Any) -> dict[str, Any]:
-    if isinstance(layout, str):
-        pairs = (part.partition("=") for part in layout.split(",") if part.strip())
-        parsed = Layout.parse(layout)  # all checks of the text form
-        return {key.strip(): getattr(parsed, key.strip()) for key, _, _ in pairs}
-    return dict(layout)
+def _layout_table(layout: Any) -> dict[str, Any]:
+    if isinstance(layout, (str, Layout)):
+        return dict(layout_values(str(layout)))
+    if isinstance(layout, Mapping):
+        return dict(layout)
+    raise ConfigError(f"layout={layout!r} is neither text nor a table; write for instance layout = \"dp=2\"")
 
 
 def _apply(values: dict[str, Any], change: str) -> None:
@@ -195,8 +194,8 @@ def _apply(values: dict[str, Any], change: str) -> None:
         values[section] = value
         return
     table = values.setdefault(section, {})
-    if isinstance(table, str) and section == "layout":
-        table = values[section] = _layout_values(table)
+    if section == "layout":
+        table = values[section] = _layout_table(table)
     elif isinstance(table, str) and section == "model":
         table = values[section] = {"preset": table}
     if not isinstance(table, dict):

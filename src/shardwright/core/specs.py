@@ -30,6 +30,9 @@ RULES: Mapping[str, str | None] = {
 }
 """Logical dim -> the mesh axis that shards it (None: kept whole)."""
 
+REPLICATED = frozenset({"kv_heads"})
+"""Dims whose pieces are held by several ranks each where there are more ranks than pieces; of others some ranks get none."""
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -72,10 +75,22 @@ class Spec:
         """How many ranks of ``axis`` hold the same slice (1: all slices are distinct, or the axis does not shard it)."""
         dim = self.shard_axes().get(axis)
         degree: int = getattr(layout, axis)
-        return 1 if dim is None or self.pieces[dim] >= degree else degree // self.pieces[dim]
+        if dim is None or self.pieces[dim] >= degree or self.dims[dim] not in REPLICATED:
+            return 1
+        return degree // self.pieces[dim]
 
     def reduce_axes(self, layout: Layout) -> tuple[str, ...]:
-        """Mesh axes over which this parameter's gradient is summed; axes of size 1 are left in."""
+        """Mesh axes over which this parameter's gradient is summed; axes of size 1 are left in.
+
+        Raises `LayoutError` where only some ranks of tp hold the same slice: the sum would be over groups inside tp.
+        """
+        replicas = self.replicas(layout, "tp")
+        if 1 < replicas < layout.tp:
+            pieces = self.pieces[self.shard_axes()["tp"]]
+            raise LayoutError(
+                f"{self.name}: with tp={layout.tp} each of {pieces} KV heads would be held by {replicas} ranks, whose "
+                f"gradients cannot be summed apart from the others'; use a tp that divides {pieces}"
+            )
         axes = ["cp", "dp"]
         if layout.sequence_parallel or self.in_tp_region:
             axes.insert(0, "tp")
@@ -85,9 +100,12 @@ class Spec:
     def _slice(self, dim: int, degree: int, index: int) -> slice:
         size, pieces = self.shape[dim], self.pieces[dim]
         width = size // pieces
-        if pieces < degree:
+        if pieces < degree and self.dims[dim] in REPLICATED:
             if degree % pieces:
-                raise LayoutError(f"{self.name}: {pieces} {self.dims[dim]} cannot be shared by {degree} ranks evenly")
+                raise LayoutError(
+                    f"{self.name}: {pieces} {self.dims[dim]} cannot be shared by tp={degree} ranks evenly; "
+                    f"use a tp that divides {pieces}, or a multiple of it"
+                )
             start = index * pieces // degree
             return slice(start * width, (start + 1) * width)
         each = -(-pieces // degree)

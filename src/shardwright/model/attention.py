@@ -36,7 +36,8 @@ class Attention(nn.Module):
             )
         else:
             mixed = context.attend.heads(q, k, v, self.layer)
-        return self.out(mixed.reshape(x.shape[0], -1))
+        y: Tensor = self.out(mixed.reshape(x.shape[0], -1))
+        return y
 
     def _heads(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, N, H), k and v (T, K, H), rotated."""

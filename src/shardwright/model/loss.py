@@ -76,4 +76,4 @@ class _HeadLoss(torch.autograd.Function):
 
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """x (T, D), weight (V, D), targets (T,) -> the summed loss over valid targets, a scalar."""
-    return _HeadLoss.apply(x, weight, targets)  # type: ignore[no-any-return,no-untyped-call]
+    return _HeadLoss.apply(x, weight, targets)  # type: ignore[no-any-return]

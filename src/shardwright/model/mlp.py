@@ -30,8 +30,11 @@ class MLP(nn.Module):
         biases = [part.bias for part in parts if part.bias is not None]
         hidden = fused_linear(x, [part.weight for part in parts], biases)
         if context.recompute == "selective":
-            return self.down(checkpoint(self._activation, hidden, use_reentrant=False, preserve_rng_state=False))
-        return self.down(self._activation(hidden))
+            active = checkpoint(self._activation, hidden, use_reentrant=False, preserve_rng_state=False)
+        else:
+            active = self._activation(hidden)
+        y: Tensor = self.down(active)
+        return y
 
     def _activation(self, hidden: Tensor) -> Tensor:
         """(T, 2F) -> (T, F) when gated, (T, F) -> (T, F) else."""

@@ -92,9 +92,9 @@ def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] 
     Either all weights have a bias or none. One matrix product when the weights are neighbours in memory.
     """
     if torch.compiler.is_compiling():
-        bias = list(biases) or [None] * len(weights)
+        bias: list[Tensor | None] = list(biases) if biases else [None] * len(weights)
         return torch.cat([F.linear(x, w, b) for w, b in zip(weights, bias, strict=True)], dim=1)
-    return _FusedLinear.apply(x, len(weights), *weights, *biases)  # type: ignore[no-any-return,no-untyped-call]
+    return _FusedLinear.apply(x, len(weights), *weights, *biases)  # type: ignore[no-any-return]
 
 
 class _Embedding(torch.autograd.Function):
@@ -122,4 +122,4 @@ def embedding(indices: Tensor, weight: Tensor) -> Tensor:
     """Rows of weight (V, D) at indices (T,) -> (T, D)."""
     if torch.compiler.is_compiling():
         return F.embedding(indices, weight)
-    return _Embedding.apply(indices, weight)  # type: ignore[no-any-return,no-untyped-call]
+    return _Embedding.apply(indices, weight)  # type: ignore[no-any-return]

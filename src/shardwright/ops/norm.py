@@ -28,7 +28,8 @@ class _RMSNorm(torch.autograd.Function):
         rstd = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
         ctx.save_for_backward(x, rstd)
         ctx.weight = weight
-        return (x32 * rstd).mul_(weight).to(x.dtype)
+        y: Tensor = (x32 * rstd).mul_(weight)
+        return y.to(x.dtype)
 
     @staticmethod
     @first_order
@@ -50,7 +51,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., D) / sqrt(mean(x^2) + eps) * weight (D)."""
     if torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -77,7 +78,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim of x (..., D)."""
     if torch.compiler.is_compiling():
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
-    return _LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-any-return,no-untyped-call]
+    return _LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-any-return]
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -99,7 +99,8 @@ class _Rope(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
-        _rotate(dx, dy, *ctx.rotation, -1)
+        cos, sin = ctx.rotation
+        _rotate(dx, dy, cos, sin, -1)
         return dx, None, None
 
 
@@ -109,7 +110,7 @@ def apply_rope(x: Tensor, rotate: Rotation) -> Tensor:
     if torch.compiler.is_compiling():
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    return _Rope.apply(x, cos, sin)  # type: ignore[no-any-return,no-untyped-call]
+    return _Rope.apply(x, cos, sin)  # type: ignore[no-any-return]
 
 
 class _SplitRope(torch.autograd.Function):
@@ -129,8 +130,9 @@ class _SplitRope(torch.autograd.Function):
         num_heads, num_kv_heads = ctx.heads
         num_turned = num_heads + num_kv_heads
         dqkv = torch.empty(ctx.shape, dtype=dq.dtype, device=dq.device)
-        _rotate(dqkv[:, :num_heads], dq, *ctx.rotation, -1)
-        _rotate(dqkv[:, num_heads:num_turned], dk, *ctx.rotation, -1)
+        cos, sin = ctx.rotation
+        _rotate(dqkv[:, :num_heads], dq, cos, sin, -1)
+        _rotate(dqkv[:, num_heads:num_turned], dk, cos, sin, -1)
         dqkv[:, num_turned:].copy_(dv)
         return dqkv, None, None, None, None
 
@@ -140,4 +142,4 @@ def split_rope(qkv: Tensor, rotate: Rotation, num_heads: int, num_kv_heads: int)
     if torch.compiler.is_compiling():
         q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         return apply_rope(q, rotate), apply_rope(k, rotate), v
-    return _SplitRope.apply(qkv, *rotate, num_heads, num_kv_heads)  # type: ignore[no-any-return,no-untyped-call]
+    return _SplitRope.apply(qkv, *rotate, num_heads, num_kv_heads)  # type: ignore[no-any-return]

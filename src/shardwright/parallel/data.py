@@ -40,21 +40,23 @@ class Bucket:
     """One flat parameter buffer, its master copy and its flat gradient buffer, with an index of names.
 
     ``parameters``: compute dtype, the storage behind the module's parameters. ``master``: fp32 (fp64 for fp64), the same
-    tensor when the compute dtype is that already. ``gradients``: the master's dtype.
+    tensor when the compute dtype is that already. ``gradients``: the master's dtype. Not ``wide``: all in the compute dtype.
     """
 
-    def __init__(self, plan: BucketPlan, parameters: Mapping[str, nn.Parameter], comms: Sequence[Comm]) -> None:
+    def __init__(
+        self, plan: BucketPlan, parameters: Mapping[str, nn.Parameter], comms: Sequence[Comm], *, wide: bool = True
+    ) -> None:
         first = parameters[plan.members[0].name]
         self.plan, self.comms, self.name = plan, list(comms), plan.name
-        wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+        master = first.dtype if not wide or first.dtype == torch.float64 else torch.float32
         allocate = comms[0].empty if comms else _empty
         self.parameters = torch.empty(plan.numel, dtype=first.dtype, device=first.device)
-        self.gradients = allocate(plan.numel, wide, first.device)
+        self.gradients = allocate(plan.numel, master, first.device)
         for member, view in self.views(self.parameters):
             parameter = parameters[member]
             view.copy_(parameter.detach())
             parameter.data = view
-        self.master = self.parameters if first.dtype == wide else self.parameters.to(wide)
+        self.master = self.parameters if first.dtype == master else self.parameters.to(master)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(name, view of its shape) for each member of a flat tensor of this bucket's size."""
@@ -81,6 +83,13 @@ def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=dtype, device=device)
 
 
+def _fingerprint(tensor: Tensor) -> int:
+    """A number that tells tensors apart which differ in any bit or in the order of their elements."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.reshape(-1).view(whole).long()
+    return int((bits * (2 * torch.arange(bits.numel(), device=bits.device) + 1)).sum().item())
+
+
 class GradientBuckets:
     """All buckets of a rank: begin a step, learn which units are done, reduce, wait.
 
@@ -96,18 +105,13 @@ class GradientBuckets:
         hook: CommHook,
         *,
         direct: bool = True,
+        wide: bool = True,
     ) -> None:
-        if hook.reduction != "sum":
-            raise ConfigError(
-                f"communication hook {hook.name!r} averages, but the loss is already divided by the tokens of the whole "
-                "batch, so gradients must be summed; use a hook with reduction='sum'"
-            )
         self.mesh, self.hook, self.queue, self.direct = mesh, hook, GradQueue(), direct
-        self.buckets = [Bucket(plan, parameters, mesh.reduce_comms(plan.reduce_axes)) for plan in plans]
+        self.buckets = [Bucket(plan, parameters, mesh.reduce_comms(plan.reduce_axes), wide=wide) for plan in plans]
         self._slots: list[list[GradSlot]] = []
         for bucket in self.buckets:
             self._slots.append([self._attach(parameters[name], view) for name, view in bucket.views(bucket.gradients)])
-        self.sync = True
         self.begin()
 
     def _attach(self, parameter: nn.Parameter, view: Tensor) -> GradSlot:
@@ -116,6 +120,8 @@ class GradientBuckets:
             set_slot(parameter, slot)
             parameter.grad = None
         else:
+            parameter.grad = None
+            parameter.grad_dtype = view.dtype  # autograd sums in it, whatever the parameter's own dtype
             parameter.grad = view
         return slot
 
@@ -128,6 +134,10 @@ class GradientBuckets:
                 slot.written = not self.direct
             if not self.direct:
                 bucket.gradients.zero_()
+        self.expect()
+
+    def expect(self) -> None:
+        """Expect every unit again, and keep the gradients: what comes is added to them."""
         self._pending = [set(bucket.plan.units) for bucket in self.buckets]
         self._ready: list[float | None] = [None] * len(self.buckets)
         self._launched: list[tuple[Work, float]] = []
@@ -192,11 +202,11 @@ class GradientBuckets:
         comm = self.mesh.dp_cp
         if comm.size == 1:
             return
-        sums = {name: view.double().sum().item() for name, view in self.named("parameters").items()}
-        every = comm.gather_objects(sums)
+        prints = {name: _fingerprint(view) for name, view in self.named("parameters").items()}
+        every = comm.gather_objects(prints)
         for rank, other in enumerate(every):
-            for name, value in every[0].items():
-                if other.get(name) != value:
+            for name, fingerprint in every[0].items():
+                if other.get(name) != fingerprint:
                     raise ConfigError(
                         f"parameter {name} differs between rank {comm.ranks[0]} and rank {comm.ranks[rank]} before the "
                         "first step; start all ranks from the same seed and the same checkpoint"

@@ -7,6 +7,7 @@ as the user's loss says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.base import Comm, Work
+from shardwright.errors import ConfigError
 
 Reduction = Literal["sum", "mean"]
 
@@ -25,6 +27,11 @@ class CommHook(Protocol):
     reduction: Reduction
 
     def start(self, gradients: Tensor, comms: Sequence[Comm], name: str) -> Work: ...
+
+
+def num_ranks(comms: Sequence[Comm]) -> int:
+    """How many ranks ``comms`` reduce over together."""
+    return math.prod(comm.size for comm in comms)
 
 
 class _Chain(Work):
@@ -52,9 +59,6 @@ class AllReduce:
             return Work()
         first, *others = comms
         work = first.all_reduce_start(gradients, name=name)
-        ranks = 1
-        for comm in comms:
-            ranks *= comm.size
         if not others and self.reduction == "sum":
             return work
 
@@ -62,29 +66,67 @@ class AllReduce:
             for comm in others:
                 comm.all_reduce(gradients, name=name)
             if self.reduction == "mean":
-                gradients.div_(ranks)
+                gradients.div_(num_ranks(comms))
 
         return _Chain(work, rest)
 
 
 class Compressed:
-    """Sum (or mean) in a smaller dtype: half the bytes, rounded once before the sum and at each addition."""
+    """Sum (or mean) in a smaller dtype: half the bytes, rounded once before the sum and at each addition.
+
+    A mean divides before it rounds, so that the sum stays in the range of fp16.
+    """
 
     def __init__(self, dtype: torch.dtype, reduction: Reduction = "sum") -> None:
         self.name, self.dtype = f"{dtype} all-reduce {reduction}", dtype
         self.reduction: Reduction = reduction
-        self._inner = AllReduce(reduction)
 
     def start(self, gradients: Tensor, comms: Sequence[Comm], name: str) -> Work:
         if not comms:
             return Work()
-        small = gradients.to(self.dtype)
-        work = self._inner.start(small, comms, name)
+        share = gradients / num_ranks(comms) if self.reduction == "mean" else gradients
+        small = share.to(self.dtype)
+        work = AllReduce().start(small, comms, name)
 
         def widen() -> None:
             gradients.copy_(small)
 
         return _Chain(work, widen)
+
+
+class FunctionHook:
+    """A function of the user's own: ``function(gradients, comms, name)`` reduces the flat ``gradients`` in place.
+
+    ``comms`` may be empty (one rank). It may return a `Work` that is waited for before the gradients are used; None means
+    that the result is there. ``reduction`` says whether it sums or averages over the ranks.
+
+    >>> def halved(gradients, comms, name):
+    ...     for comm in comms:
+    ...         comm.all_reduce(gradients, name=name)
+    ...     gradients.div_(num_ranks(comms) * 2)
+    >>> hook = FunctionHook(halved, reduction="mean")
+    """
+
+    def __init__(self, function: Callable[[Tensor, Sequence[Comm], str], Work | None], reduction: Reduction) -> None:
+        self.name = f"{getattr(function, '__name__', type(function).__name__)} ({reduction})"
+        self.function, self.reduction = function, reduction
+
+    def start(self, gradients: Tensor, comms: Sequence[Comm], name: str) -> Work:
+        return self.function(gradients, comms, name) or Work()
+
+
+def check_reduction(hook: CommHook, wanted: Reduction, why: str) -> None:
+    """Refuse a hook that averages where the loss asks for a sum, or the reverse. ``why``: what the loss is."""
+    reduction = getattr(hook, "reduction", None)
+    if reduction not in ("sum", "mean"):
+        name = getattr(hook, "__name__", type(hook).__name__)
+        raise ConfigError(
+            f"communication hook {name!r} does not say what it does; give FunctionHook({name}, reduction='mean') "
+            "(or 'sum'), so that it can be compared with the loss"
+        )
+    if reduction != wanted:
+        does = "averages" if reduction == "mean" else "sums"
+        raise ConfigError(f"{why}, so gradients need a {wanted}, but communication hook {hook.name!r} {does}")
 
 
 def hook_for(reduce_dtype: str) -> CommHook:

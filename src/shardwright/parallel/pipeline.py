@@ -43,7 +43,7 @@ class Reducer(Protocol):
 
 @dataclass
 class Stage:
-    """One stage: its units by name, in order, and the rows x features of what it hands on (None: a loss)."""
+    """One stage: its units by name, in order, and the features of what it takes and hands on."""
 
     units: Mapping[str, Unit]
     width: int
@@ -61,7 +61,9 @@ class _InFlight:
 class Executor:
     """Runs one step of ``schedule`` on pipeline rank ``pp.rank`` over ``stages`` (stage index -> Stage).
 
-    ``recompute``: ``full`` keeps a unit's input only and runs its forward again before its backward.
+    ``recompute``: ``full`` keeps a unit's input only and runs its forward again before its backward. ``token_shards``:
+    ranks that the tokens between units are split over (tp with sequence parallelism); stages exchange T / token_shards
+    rows.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class Executor:
         *,
         recompute: str = "none",
         dtype: torch.dtype = torch.float32,
+        token_shards: int = 1,
     ) -> None:
+        self.token_shards = token_shards
         self.schedule, self.stages, self.pp, self.reducer, self.recorder = schedule, stages, pp, reducer, recorder
         self.recompute, self.dtype = recompute, dtype
         self.on_action: Callable[[Action], None] | None = None
@@ -139,7 +143,7 @@ class Executor:
         gradient = self._loss_scale if last else self._gradients.pop((stage, m))
         queue = self.reducer.queue
         queue.defer = defer
-        for name, unit in reversed(self.stages[stage].units.items()):
+        for name, unit in reversed(list(self.stages[stage].units.items())):
             x = flight.inputs.pop()
             if self.recompute == "full":
                 x = x.requires_grad_(x.is_floating_point())
@@ -147,7 +151,8 @@ class Executor:
                     y = unit(x, self._microbatches[m])
             else:
                 y = flight.outputs.pop()
-            torch.autograd.backward(y, gradient.to(y.dtype))
+            if y.requires_grad:  # not so for an embedding whose parameters are all frozen
+                torch.autograd.backward(y, gradient.to(y.dtype))
             del y
             if x.grad is not None:
                 gradient, x.grad = x.grad, None
@@ -202,7 +207,8 @@ class Executor:
 
     def _receive(self, m: int, width: int, source: int, name: str) -> Tensor:
         tokens = self._microbatches[m].tokens
-        buffer = torch.empty((tokens.shape[0], width), dtype=self.dtype, device=tokens.device)
+        rows = tokens.shape[0] // self.token_shards
+        buffer = torch.empty((rows, width), dtype=self.dtype, device=tokens.device)
         self.pp.receive(buffer, source, name=name).wait()
         return buffer
 

@@ -31,8 +31,10 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule
 
 def make_schedule(layout: Layout) -> Schedule:
     """The schedule that ``layout`` names, for its stages and micro-batches."""
+    if layout.virtual > 1 and layout.schedule in ("1f1b", "gpipe"):
+        raise LayoutError(f"virtual={layout.virtual} needs a schedule with several stages per rank; leave virtual out")
     if layout.pp == 1 or layout.schedule == "1f1b":
-        return one_forward_one_backward(layout.num_stages, layout.microbatches)
+        return one_forward_one_backward(layout.pp, layout.microbatches)
     if layout.schedule == "gpipe":
-        return gpipe(layout.num_stages, layout.microbatches)
+        return gpipe(layout.pp, layout.microbatches)
     raise LayoutError(f"schedule={layout.schedule} is not built yet; use 1f1b or gpipe")

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import zip_longest
+from types import MappingProxyType
+
 from shardwright.schedule.action import COMPUTE, Action, Kind, Schedule
+
+_PEER = MappingProxyType({Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1})
+"""From the stage that sends or receives to the stage at the other end."""
+_RECEIVED_BY = MappingProxyType({Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B})
 
 
 def split_backward(schedule: Schedule) -> Schedule:
@@ -43,23 +51,65 @@ def add_communication(schedule: Schedule) -> Schedule:
 def check(schedule: Schedule) -> list[str]:
     """What is wrong with a schedule, one line each; empty when every action can run.
 
-    Runs the rows with sends that never block: an action runs when what it needs is done. When nothing can go on,
-    the action that each rank is stuck at is named.
+    Every action must be on its stage's rank, every F and B be there once, messages between two ranks be received in
+    the order in which they are sent. Then the rows are run with sends that never block: an action runs when what it
+    needs is done. When nothing can go on, the action that each rank is stuck at is named.
     """
-    problems = _counts(schedule)
+    if problems := _misplaced(schedule):
+        return problems
+    problems = _counts(schedule) + _messages(schedule)
+    communicates = any(action.kind not in COMPUTE for row in schedule.rows for action in row)
     done: set[Action] = set()
     position = [0] * len(schedule.rows)
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(schedule.rows):
-            while position[rank] < len(row) and _ready(row[position[rank]], done, schedule):
+            while position[rank] < len(row) and _ready(row[position[rank]], done, schedule, communicates):
                 done.add(row[position[rank]])
                 position[rank] += 1
                 moved = True
     for rank, row in enumerate(schedule.rows):
         if position[rank] < len(row):
             problems.append(f"rank {rank} is stuck at {row[position[rank]]}: what it needs never comes")
+    return problems
+
+
+def _misplaced(schedule: Schedule) -> list[str]:
+    problems = []
+    for rank, row in enumerate(schedule.rows):
+        for action in row:
+            stages = (action.stage, action.stage + _PEER.get(action.kind, 0))
+            known = all(0 <= stage < schedule.num_stages for stage in stages)
+            if not (known and 0 <= action.microbatch < schedule.num_microbatches):
+                problems.append(f"rank {rank}: {action} is outside of the schedule's stages and micro-batches")
+            elif schedule.placement[action.stage] != rank:
+                place = schedule.placement[action.stage]
+                problems.append(f"rank {rank}: {action} belongs on rank {place}, which holds stage {action.stage}")
+    return problems
+
+
+def _messages(schedule: Schedule) -> list[str]:
+    """Ranks match messages by their order, so what is received from a rank must be what it sends, in its order."""
+    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, row in enumerate(schedule.rows):
+        for action in row:
+            if action.kind in COMPUTE:
+                continue
+            other = action.stage + _PEER[action.kind]
+            peer = schedule.placement[other]
+            if action.kind in _RECEIVED_BY:
+                sent[rank, peer].append(Action(_RECEIVED_BY[action.kind], other, action.microbatch))
+            else:
+                received[peer, rank].append(action)
+    problems = []
+    for source, target in sorted(sent.keys() | received.keys()):
+        pairs = zip_longest(sent[source, target], received[source, target])
+        wrong = next(((due, taken) for due, taken in pairs if due != taken), None)
+        if wrong is not None:
+            due, taken = (str(action) if action else "nothing" for action in wrong)
+            problems.append(f"rank {source} sends to rank {target} for {due} where rank {target} has {taken}")
     return problems
 
 
@@ -75,15 +125,21 @@ def _counts(schedule: Schedule) -> list[str]:
     return problems
 
 
-def _ready(action: Action, done: set[Action], schedule: Schedule) -> bool:
+def _ready(action: Action, done: set[Action], schedule: Schedule, communicates: bool) -> bool:
     stage, m, last = action.stage, action.microbatch, schedule.num_stages - 1
+    place = schedule.placement
 
     def any_done(kinds: tuple[Kind, ...], at: int) -> bool:
         return any(Action(kind, at, m) in done for kind in kinds)
 
+    def from_neighbour(made: tuple[Kind, ...], receive: Kind, at: int) -> bool:
+        if communicates and place[at] != place[stage]:
+            return any_done((receive,), stage)
+        return any_done(made, at)
+
     backward = (Kind.B, Kind.BW)
     needs = {
-        Kind.F: stage == 0 or any_done((Kind.F,), stage - 1),
+        Kind.F: stage == 0 or from_neighbour((Kind.F,), Kind.RECV_F, stage - 1),
         Kind.SEND_F: any_done((Kind.F,), stage),
         Kind.RECV_F: stage > 0 and any_done((Kind.SEND_F,), stage - 1),
         Kind.RECV_B: stage < last and any_done((Kind.SEND_B,), stage + 1),
@@ -91,5 +147,5 @@ def _ready(action: Action, done: set[Action], schedule: Schedule) -> bool:
         Kind.W: any_done((Kind.B,), stage),
     }
     if action.kind in backward:
-        return any_done((Kind.F,), stage) and (stage == last or any_done(backward, stage + 1))
+        return any_done((Kind.F,), stage) and (stage == last or from_neighbour(backward, Kind.RECV_B, stage + 1))
     return needs[action.kind]

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from shardwright.train.metrics import Throughput
@@ -112,11 +113,12 @@ class _State:
         return self.pace.eta_seconds(max(0, self.total_steps - self.step))
 
     def add(self, record: Mapping[str, Any]) -> None:
-        now = self._clock()
-        done = record["step"] - self.step
-        if done > 0:
-            self.pace.add(record.get("tokens") or 0, (now - self._last) / done)
-            self._last = now
+        now, seconds, done = self._clock(), record.get("step_seconds"), record["step"] - self.step
+        if not self.record and seconds:  # the time since the start has the start of the ranks in it
+            self.pace.add(0, seconds)
+        elif done > 0:
+            self.pace.add(0, (now - self._last) / done)
+        self._last = now
         self.step, self.record = record["step"], record
         if record.get("valid_loss") is not None:
             self.valid_loss = record["valid_loss"]
@@ -239,8 +241,8 @@ def tokenise_progress(
             TextColumn("[bold]tokenising[/bold]"),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
-            _SizeColumn(),
-            TextColumn("{task.description}", style="dim", markup=False),
+            _SizeColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.description}", style="dim", markup=False, table_column=Column(no_wrap=True)),
             console=console,
             expand=True,
         )
@@ -259,15 +261,17 @@ def tokenise_progress(
 
 
 class _SizeColumn(ProgressColumn):
-    """Bytes done of all bytes, and bytes per second."""
+    """Bytes done of all bytes, and bytes per second or, at the end, the time it took."""
 
     max_refresh = 0.5
 
     def render(self, task: Task) -> Text:
         if task.total is None:
             return Text()
-        size = f"{format_bytes(task.completed)} of {format_bytes(task.total)}"
-        return Text(size if task.speed is None else f"{size}, {format_bytes(task.speed)}/s")
+        size = Text(f"{format_bytes(task.completed)} of {format_bytes(task.total)}", no_wrap=True)
+        if task.finished:
+            return size.append(f", {format_duration(task.finished_time or 0)}")
+        return size if task.speed is None else size.append(f", {format_bytes(task.speed)}/s")
 
 
 def _plain_progress(console: Console, clock: Callable[[], float]) -> Callable[[int, int, str], None]:

@@ -1,7 +1,7 @@
 """The run: what every rank does from the first step to the last checkpoint, and what the starting process shows.
 
-``train`` is what the command line and `make demo` call. It prepares the data (with a progress bar), starts the ranks,
-draws what they report, and returns the summary. ``run_rank`` is one rank's whole life.
+``prepare_run`` and then ``train`` are what the command line and `make demo` call: check and tokenise, then start the
+ranks, draw what they report, and return the summary. ``run_rank`` is one rank's whole life.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import tomli_w
 import torch
 
+from shardwright.checkpoint.hf import hf_names
 from shardwright.checkpoint.io import CheckpointState, copy_weights, load_checkpoint, save_checkpoint
 from shardwright.checkpoint.manifest import check_fresh, latest_checkpoint
 from shardwright.comm.base import Comm
@@ -44,21 +45,32 @@ class RunOptions:
     profile: bool = False
 
 
-def train(
-    config: RunConfig,
-    options: RunOptions | None = None,
-    display: TrainDisplay | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> dict[str, Any]:
-    """Train to the end (or until asked to stop) and return rank 0's summary. Raises every error of `errors`."""
-    options = options or RunOptions()
+def prepare_run(
+    config: RunConfig, options: RunOptions, progress: Callable[[int, int, str], None] | None = None
+) -> PreparedData:
+    """All checks that need no rank, and the tokenised data; raises before anything is written to the run folder."""
     check_supported(config)
+    hf_names(config.model)  # a model that its family's format cannot hold would fail only at the first save
+    config.model.to_hf()
     root = Path(config.train.run_dir) / "checkpoints"
     if options.resume not in ("none", "auto") and not Path(options.resume).is_dir():
         raise CheckpointError(f"--resume {options.resume}: no such checkpoint; give a folder step-N, auto or none")
     if options.resume != "auto":
         check_fresh(root, None if options.resume == "none" else options.resume)
-    data = prepare_data(config, progress)
+    return prepare_data(config, progress)
+
+
+def train(
+    config: RunConfig,
+    data: PreparedData,
+    options: RunOptions | None = None,
+    display: TrainDisplay | None = None,
+) -> dict[str, Any]:
+    """Train to the end (or until asked to stop) and return rank 0's summary. Raises every error of `errors`.
+
+    ``data`` comes from :func:`prepare_run`.
+    """
+    options = options or RunOptions()
     with display or nullcontext():
 
         def on_message(rank: int, message: Mapping[str, Any]) -> None:
@@ -354,9 +366,10 @@ class Run:
 
     def _open_files(self) -> MetricsWriter:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.toml").write_text(tomli_w.dumps(self.config.to_table()), encoding="utf-8")
         resumed = None if self.options.resume == "none" else self.step
-        return MetricsWriter(self.run_dir, resumed, say=lambda text: self.env.send({"text": text}))
+        writer = MetricsWriter(self.run_dir, resumed, say=lambda text: self.env.send({"text": text}))
+        (self.run_dir / "config.toml").write_text(tomli_w.dumps(self.config.to_table()), encoding="utf-8")
+        return writer
 
     def _listen_to_signals(self) -> None:
         def stop(signum: int, frame: FrameType | None) -> None:

@@ -180,7 +180,7 @@ def _keep_until(path: Path, step: int) -> int:
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as out:
         for record, line in _records(path):
-            if True:
+            if record["step"] <= step:
                 last = max(last, record["step"])
                 out.write(line)
         out.flush()

@@ -127,6 +127,7 @@ def _tokenizer(
     names = json.dumps([[source.path, source.field] for source in texts])
     folder = cache / f"tokenizer-{config.model.vocab_size}-{hashlib.sha256(names.encode()).hexdigest()[:12]}"
     if not (folder / "tokenizer.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder.parent, progress or (lambda done, total, what: None)):
             if not (folder / "tokenizer.json").is_file():
                 if progress is not None:

@@ -23,7 +23,7 @@ from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
 from shardwright.ops.attention import CausalAttend
 from shardwright.parallel.data import GradientBuckets
-from shardwright.parallel.hooks import CommHook, hook_for
+from shardwright.parallel.hooks import CommHook, check_reduction, hook_for
 from shardwright.parallel.pipeline import Executor, Stage
 from shardwright.schedule.make import make_schedule
 from shardwright.schedule.passes import add_communication
@@ -102,7 +102,9 @@ class Trainer:
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         plans = plan_buckets(self._members(trained), unit_names(config.model), self.layout.bucket_mb)
         direct = not config.train.compile
-        self.buckets = GradientBuckets(plans, trained, mesh, hook or hook_for(self.layout.reduce_dtype), direct=direct)
+        hook = hook or hook_for(self.layout.reduce_dtype)
+        check_reduction(hook, "sum", "training divides the loss by the tokens of the whole batch")
+        self.buckets = GradientBuckets(plans, trained, mesh, hook, direct=direct)
         self.optimizer = FlatOptimizer(config.optim, self.buckets.buckets)
         if config.train.compile:
             self.model.compile_blocks()

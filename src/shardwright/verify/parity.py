@@ -108,7 +108,7 @@ def reference_run(config: RunConfig, batches: Callable[[int], MicroBatch], steps
         )
         optimizer.zero_grad(set_to_none=True)
         loss = model.run(context) / max(batch.num_valid, 1)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}
         norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
         if config.optim.clip and norm > config.optim.clip:

@@ -18,7 +18,8 @@ def verification_table(result: Verification) -> Table:
         table.add_row(name, f"{comparison.max_rel_diff:.2e}", f"{comparison.tolerance:.0e}", comparison.worst, mark)
     totals = (result.predicted.total_bytes, result.dryrun.total_bytes, result.measured.total_bytes)
     mark = Text("FAIL", "bold red") if result.differences else Text("pass", "green")
-    table.add_row("bytes sent", f"{totals[2]:,}", f"{totals[0]:,}", "measured against predicted; dry run {:,}".format(totals[1]), mark)
+    where = f"measured against predicted; dry run {totals[1]:,}"
+    table.add_row("bytes sent", f"{totals[2]:,}", f"{totals[0]:,}", where, mark)
     for line in result.differences[:5]:
         table.add_row("", "", "", line, "")
     return table

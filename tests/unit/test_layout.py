@@ -1,0 +1,165 @@
+"""`Layout`: its text form both ways, and every refusal with what was given, what is needed and what to try."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.core.axes import ORDERS
+from shardwright.core.layout import CHOICES, SCHEDULES, Layout
+from shardwright.core.model_config import ModelConfig
+from shardwright.core.presets import preset
+from shardwright.errors import LayoutError
+
+MODEL: dict[str, Any] = {
+    "vocab_size": 64, "dim": 32, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "ffn_dim": 48,
+}  # fmt: skip
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    tp, cp, dp, pp = (draw(st.integers(1, 6)) for _ in range(4))
+    ep = draw(st.sampled_from(divisors(tp * cp * dp)))
+    edp = tp * cp * dp // ep
+    replicate = draw(st.sampled_from([size for size in divisors(dp * cp) if edp % size == 0]))
+    choices = {name: draw(st.sampled_from(values)) for name, values in CHOICES.items() if name != "sp"}
+    positive = st.floats(min_value=1e-3, max_value=1e6)
+    return Layout(
+        tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, dp_replicate=replicate,
+        zero=draw(st.integers(0, 3)),
+        schedule=draw(st.one_of(st.sampled_from(SCHEDULES), st.just("file:rows/my schedule.json"))),
+        microbatches=draw(st.integers(1, 512)),
+        micro_batch=draw(st.integers(1, 16)),
+        virtual=draw(st.integers(1, 4)) if pp > 1 else 1,
+        sp=draw(st.sampled_from(["auto", "off", "on"] if tp > 1 else ["auto", "off"])),
+        delayed_update=draw(st.booleans()),
+        offload_fraction=draw(st.floats(0, 1)),
+        bucket_mb=draw(positive),
+        prefetch=draw(st.integers(0, 4)),
+        tp_overlap=draw(st.integers(1, 4)),
+        moe=draw(st.sampled_from(["dropless", "capacity:1.25"])),
+        stages=draw(st.sampled_from(["", "8/8/7/7"])),
+        **choices,
+    )  # fmt: skip
+
+
+@given(layouts())
+@settings(max_examples=150, deadline=None)
+def test_the_text_form_reads_back(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+    assert Layout.of(dataclasses.asdict(layout)) == layout
+
+
+def test_the_text_form_shows_what_differs_from_the_defaults() -> None:
+    text = "tp=8,dp=4,pp=2,zero=1,microbatches=16"
+    layout = Layout.parse("pp=2, tp=8 ,microbatches=16,dp=4,zero=1,schedule=1f1b,bucket_mb=25")
+    assert str(layout) == text
+    assert (layout.world_size, layout.sequence_parallel, layout.num_stages, layout.global_batch) == (64, True, 2, 64)
+    assert (str(Layout()), Layout.parse("")) == ("dp=1", Layout())
+    assert Layout.parse("tp=2,sp=off").sequence_parallel is False
+    assert layout.with_(dp=2).world_size == 32
+
+
+def test_toml_values_are_read_too() -> None:
+    layout = Layout.of({"tp": 2, "sp": True, "delayed_update": False, "bucket_mb": 4})
+    assert (layout.sp, layout.delayed_update, layout.bucket_mb) == ("on", False, 4.0)
+
+
+# Each refusal: the text, and what its message must hold of what was given, what is needed and what to try.
+REFUSALS = [
+    ("tp=2,dp=3,ep=4", ["ep=4 must divide tp*cp*dp=6", "use ep=1, 2, 3 or 6"]),
+    ("dp=5,ep=2", ["ep=2", "tp*cp*dp=5", "use ep=1 or 5"]),
+    ("zeros=1", ["unknown key 'zeros'", "did you mean zero?"]),
+    ("micro_batches=2", ["'micro_batches'", "did you mean microbatches?"]),
+    ("quux=1", ["'quux'", "known keys: tp, cp, dp"]),
+    ("dp", ["'dp' is not key=value", "dp=2"]),
+    ("dp=", ["'dp=' is not key=value"]),
+    ("dp=2,dp=4", ["dp is given twice"]),
+    ("dp=two", ["dp=two must be a whole number"]),
+    ("dp=1.5", ["dp=1.5 must be a whole number"]),
+    ("bucket_mb=big", ["bucket_mb=big must be a number"]),
+    ("dp=0", ["dp=0 must be at least 1", "leave it out"]),
+    ("microbatches=-1", ["microbatches=-1 must be at least 1"]),
+    ("prefetch=-1", ["prefetch=-1 must be at least 0"]),
+    ("zero=4", ["zero=4", "use 0 (DDP), 1, 2 or 3"]),
+    ("sp=on", ["sp=on needs tp > 1", "leave sp out"]),
+    ("tp=2,sp=maybe", ["sp=maybe", "use one of auto, on, off"]),
+    ("schedule=1f1", ["schedule=1f1 ", "did you mean 1f1b?"]),
+    ("schedule=file:", ["schedule=file: needs a path"]),
+    ("recompute=ful", ["recompute=ful ", "did you mean full?"]),
+    ("order=pp-tp", ["order=pp-tp", next(iter(ORDERS))]),
+    ("virtual=2", ["virtual=2 needs pp > 1", "set pp"]),
+    ("dp=6,dp_replicate=4", ["dp_replicate=4 must divide dp*cp=6", "use dp_replicate=1, 2, 3 or 6"]),
+    ("bucket_mb=0", ["bucket_mb=0", "above 0"]),
+    ("bucket_mb=nan", ["bucket_mb=nan", "above 0"]),
+    ("bucket_mb=inf", ["bucket_mb=inf", "above 0"]),
+    ("offload_fraction=1.5", ["offload_fraction=1.5", "between 0 and 1"]),
+    ("delayed_update=yes", ["delayed_update=yes must be on or off"]),
+    ("moe=dropped", ["moe=dropped", "use dropless or", "capacity:1.25"]),
+    ("moe=capacity:0", ["moe=capacity:0", "above 0"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), REFUSALS, ids=[text for text, _ in REFUSALS])
+def test_refusals_say_what_was_given_what_is_needed_and_what_to_try(text: str, parts: list[str]) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "processes", "parts"),
+    [
+        ("dp=3", 2, ["layout dp=3 needs 3 processes", "2 were started", "start 3 or use dp=2"]),
+        ("tp=2,dp=2", 8, ["needs 4 processes", "8 were started", "start 4 or use dp=4"]),
+        ("tp=4", 2, ["needs 4 processes", "2 were started", "start 4 or lower a degree"]),
+        ("tp=2,dp=2", 5, ["start 4 or lower a degree"]),
+    ],
+)
+def test_a_world_of_another_size_is_refused(text: str, processes: int, parts: list[str]) -> None:
+    layout = Layout.parse(text)
+    layout.check_world(layout.world_size)
+    with pytest.raises(LayoutError) as caught:
+        layout.check_world(processes)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "parts"),
+    [
+        ("tp=3", {}, ["tp=3 must divide", "8 attention heads", "use tp=1, 2, 4 or 8"]),
+        ("tp=2", {"num_heads": 6, "num_kv_heads": 3, "dim": 48}, ["tp=2", "3 KV heads", "use tp=1, 3 or 6"]),
+        ("pp=5", {}, ["pp*virtual=5 stages", "the model has 4", "pp=4"]),
+        ("pp=3,virtual=2", {}, ["pp*virtual=6 stages", "the model has 4"]),
+        ("dp=2,ep=2", {}, ["ep=2 needs a model with experts", "leave ep out"]),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(text: str, changes: dict[str, Any], parts: list[str]) -> None:
+    Layout().check_model(ModelConfig(**{**MODEL, **changes}))
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse(text).check_model(ModelConfig(**{**MODEL, **changes}))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_experts_need_sequence_parallelism() -> None:
+    moe = preset("tiny-moe")
+    Layout.parse("tp=2,ep=2").check_model(moe)
+    with pytest.raises(LayoutError, match=r"experts with tp > 1 need sequence parallelism; .*sp=on"):
+        Layout.parse("tp=2,sp=off").check_model(moe)
+
+
+def test_more_ranks_than_kv_heads_may_replicate_them() -> None:  # US-04
+    Layout.parse("tp=4").check_model(ModelConfig(**MODEL))
