@@ -1,17 +1,24 @@
 """``bench train``: a training step of ours beside a peer's, on the same model, weights, batches and steps.
 
-Both live in the same rank processes and take turns (A B A B ...), with a barrier before each turn, so the machine's
-mood is the same for both. The figure is the ratio of medians. Peers are files of ``benchmarks/peers`` with a class
-``Peer(config, weights, mesh)`` whose ``step(batch)`` trains one step and returns the loss; they need a checkout.
+Each side has its own rank processes, started as its users start them: ours by `launch`, the peer's with a plain
+environment and one OpenMP thread, as torchrun does. They take turns (A B A B ...); while one side works the other sleeps,
+so the machine's mood is the same for both. The figure is the ratio of medians. Peers are files of ``benchmarks/peers``
+with a class ``Peer(config, weights, mesh, device)`` whose ``step(batches)`` trains one step and returns the rank's mean
+loss; they need a checkout.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,18 +29,39 @@ from torch import Tensor
 from shardwright.comm.mesh import Mesh
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.run_config import RunConfig
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, RankError, ShardwrightError
 from shardwright.launch import RankEnv, device_for, init_process_group, launch
 from shardwright.train.data import MicroBatch
 from shardwright.train.step import Trainer
 
 PEERS = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
+TURN_LIMIT_S = 300.0
+POLL_S = 0.002
 
 
 class Peer(Protocol):
     """One rank of a peer: trains one step on the rank's micro-batches and returns the mean loss of its tokens."""
 
     def step(self, batches: list[MicroBatch]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side is told; ``name`` is ``ours`` or ``peer``. Turns are files in ``folder``."""
+
+    name: str
+    peer: str
+    table: dict[str, Any]
+    rounds: int
+    steps: int
+    folder: str
+
+    @property
+    def config(self) -> RunConfig:
+        return RunConfig.of(self.table)
+
+    def turn_file(self, index: int, name: str) -> Path:
+        return Path(self.folder) / f"{index}.{name}"
 
 
 def bench_training(layout: str, peer: str, model: str, seq_len: int, rounds: int, steps: int) -> dict[str, Any]:
@@ -49,120 +77,138 @@ def bench_training(layout: str, peer: str, model: str, seq_len: int, rounds: int
             "layout": layout,
         }
     )
-    results = launch(
-        _bench_rank,
-        config.layout.world_size,
-        (config, peer, rounds, steps),
-        layout=str(config.layout),
-        threads_per_rank=1,
-    )
-    return summarise(config, peer, results[0])
+    with tempfile.TemporaryDirectory(prefix="shardwright-bench-") as folder:
+        ours = Side("ours", peer, config.to_table(), rounds, steps, folder)
+        theirs = Path(folder) / "peer.json"
+        theirs.write_text(json.dumps(asdict(ours) | {"name": "peer"}), encoding="utf-8")
+        command = [sys.executable, "-m", "shardwright.bench", str(theirs)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                result = _run_side(ours)
+                printed, complaint = process.communicate(timeout=TURN_LIMIT_S)
+            finally:
+                process.kill()
+        if process.returncode != 0:
+            raise RankError(f"peer {peer} failed: {complaint.strip()[-2000:]}")
+        return summarise(config, peer, result, json.loads(printed))
 
 
-def random_batches(config: ModelConfig, layout_batches: int, sequences: int, seq_len: int, seed: int) -> list[MicroBatch]:
-    """Random tokens, the same for ours and the peer: ``layout_batches`` micro-batches of whole sequences."""
+def _run_side(side: Side) -> dict[str, Any]:
+    config = side.config
+    world = config.layout.world_size
+    ours = side.name == "ours"
+    results = launch(_bench_rank, world, (side,), layout=str(config.layout), threads_per_rank=1, tune_memory=ours)
+    found: dict[str, Any] = results[0]
+    return found
+
+
+def random_batches(config: ModelConfig, count: int, sequences: int, seq_len: int, seed: int) -> list[MicroBatch]:
+    """``count`` micro-batches of ``sequences`` whole sequences of random tokens, the same for ours and the peer."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
-    for _ in range(layout_batches):
+    for _ in range(count):
         text = torch.randint(0, config.vocab_size, (sequences, seq_len + 1), generator=generator)
         positions = torch.arange(seq_len).repeat(sequences)
         tokens, targets = text[:, :-1].reshape(-1), text[:, 1:].reshape(-1)
-        batches.append(
-            MicroBatch(tokens, targets, positions, positions, (seq_len,) * sequences, tokens.numel(), tuple(range(sequences)))
-        )
+        lengths = (seq_len,) * sequences
+        batches.append(MicroBatch(tokens, targets, positions, positions, lengths, tokens.numel(), tuple(range(sequences))))
     return batches
 
 
-def _bench_rank(env: RankEnv, config: RunConfig, peer_name: str, rounds: int, steps: int) -> dict[str, Any]:
+def _bench_rank(env: RankEnv, side: Side) -> dict[str, Any]:
+    config, layout = side.config, side.config.layout
     device = device_for(env)
     if env.world_size > 1:
         init_process_group(env, "cuda" if device.type == "cuda" else "cpu")
-        mesh = Mesh.distributed(config.layout, env.rank)
+        mesh = Mesh.distributed(layout, env.rank)
     else:
         mesh = Mesh.solo()
-    trainer = Trainer(config, mesh, device)
-    weights = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
-    peer = _load_peer(peer_name, config, weights, mesh, device)
-    layout = config.layout
     batches = random_batches(config.model, layout.microbatches, layout.micro_batch, config.data.seq_len, 100 + env.rank)
     batches = [batch.to(device) for batch in batches]
-    ours: list[float] = []
-    theirs: list[float] = []
     parts: list[dict[str, float]] = []
-    losses: dict[str, list[float]] = {"ours": [], "peer": []}
-    cpu: dict[str, list[float]] = {"ours": [], "peer": []}
-    peer_losses: list[Tensor] = []
-    step = 0
-
-    def our_turn() -> None:
-        nonlocal step
-        for _ in range(steps):
-            result = trainer.step(batches, step)
-            losses["ours"].append(result.loss)
-            parts.append(_parts(result.busy_seconds[env.rank], result.ledger.exposed_seconds))
-            step += 1
-
-    def peer_turn() -> None:
-        for _ in range(steps):
-            peer_losses.append(peer.step(batches).detach().clone())
-
-    for index in range(rounds + 1):
-        for turn, samples, processor in ((our_turn, ours, cpu["ours"]), (peer_turn, theirs, cpu["peer"])):
-            before = time.process_time()
-            seconds = _timed(turn, mesh, device) / steps
-            if index:  # the first round warms up
-                samples.append(seconds)
-                processor.append((time.process_time() - before) / steps)
-    totals = mesh.world.all_reduce(torch.stack(peer_losses).double(), name="peer losses") / mesh.world.size
-    losses["peer"] = totals.tolist()
-    return {"ours": ours, "peer": theirs, "cpu": cpu, "losses": losses, "parts": parts[steps:]}
+    losses: list[Tensor] = []
+    step = _our_step(config, mesh, device, parts) if side.name == "ours" else _peer_step(side, mesh, device)
+    samples: list[float] = []
+    processor: list[float] = []
+    for index in range(side.rounds + 1):
+        if env.rank == 0:
+            _wait_for_turn(side, index)
+        mesh.world.barrier()
+        begin, cpu = time.perf_counter(), time.process_time()
+        losses += [step(batches) for _ in range(side.steps)]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        mesh.world.barrier()
+        if index:  # the first round warms up
+            samples.append((time.perf_counter() - begin) / side.steps)
+            processor.append((time.process_time() - cpu) / side.steps)
+        if env.rank == 0:
+            side.turn_file(index, side.name).touch()
+    means = mesh.world.all_reduce(torch.stack(losses).double(), name="losses") / mesh.world.size
+    return {"samples": samples, "processor": processor, "losses": means.tolist(), "parts": parts[side.steps :]}
 
 
-def _parts(busy: float, exposed: float) -> dict[str, float]:
-    return {"forward_backward": busy, "exposed_communication": exposed}
+def _our_step(
+    config: RunConfig, mesh: Mesh, device: torch.device, parts: list[dict[str, float]]
+) -> Callable[[list[MicroBatch]], Tensor]:
+    trainer = Trainer(config, mesh, device)
+
+    def step(batches: list[MicroBatch]) -> Tensor:
+        result = trainer.step(batches, len(parts))
+        busy, exposed = result.busy_seconds[mesh.rank], result.ledger.exposed_seconds
+        parts.append({"forward_backward": busy, "exposed_communication": exposed})
+        return torch.tensor(result.loss, device=device)
+
+    return step
 
 
-def _timed(turn: Callable[[], None], mesh: Mesh, device: torch.device) -> float:
-    mesh.world.barrier()
-    start = time.perf_counter()
-    turn()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    mesh.world.barrier()
-    return time.perf_counter() - start
-
-
-def _load_peer(name: str, config: RunConfig, weights: dict[str, Tensor], mesh: Mesh, device: torch.device) -> Peer:
-    spec = importlib.util.spec_from_file_location(f"shardwright_peer_{name}", PEERS / f"{name}.py")
+def _peer_step(side: Side, mesh: Mesh, device: torch.device) -> Callable[[list[MicroBatch]], Tensor]:
+    config = side.config
+    start = Trainer(config, Mesh.solo()).parameters if mesh.world.size == 1 else Trainer(config, mesh).parameters
+    weights = {name: parameter.detach().clone() for name, parameter in start.items()}
+    spec = importlib.util.spec_from_file_location(f"shardwright_peer_{side.peer}", PEERS / f"{side.peer}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     peer: Peer = module.Peer(config, weights, mesh, device)
-    return peer
+    return lambda batches: peer.step(batches).detach().clone()
 
 
-def summarise(config: RunConfig, peer: str, result: dict[str, Any]) -> dict[str, Any]:
+def _wait_for_turn(side: Side, index: int) -> None:
+    """Sleep until the other side has had the turn before this one."""
+    before = side.turn_file(index - 1, "peer") if side.name == "ours" else side.turn_file(index, "ours")
+    limit = time.monotonic() + TURN_LIMIT_S
+    while index + (side.name == "peer") > 0 and not before.exists():
+        if time.monotonic() > limit:
+            raise RankError(f"{side.name}: the other side did not finish its turn in {TURN_LIMIT_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+def summarise(config: RunConfig, name: str, our: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
     """The JSON of the contract: ``ratio``, ``ours``, ``peer`` (medians and rates) and every sample."""
     layout = config.layout
     tokens = layout.global_batch * config.data.seq_len
-    ours, theirs = statistics.median(result["ours"]), statistics.median(result["peer"])
-    cpu = {side: statistics.median(samples) for side, samples in result["cpu"].items()}
-    pairs = [a / b for a, b in zip(result["ours"], result["peer"], strict=True)]
-    drift = max(abs(a - b) / abs(b) for a, b in zip(result["losses"]["ours"], result["losses"]["peer"], strict=True))
-    parts = {key: statistics.median(part[key] for part in result["parts"]) for key in result["parts"][0]}
+    seconds = {side: statistics.median(found["samples"]) for side, found in (("ours", our), ("peer", peer))}
+    processor = {side: statistics.median(found["processor"]) for side, found in (("ours", our), ("peer", peer))}
+    pairs = [a / b for a, b in zip(our["samples"], peer["samples"], strict=True)]
+    drift = max(abs(a - b) / abs(b) for a, b in zip(our["losses"], peer["losses"], strict=True))
+    parts = {key: statistics.median(part[key] for part in our["parts"]) for key in our["parts"][0]}
+    rows = {
+        side: {
+            "step_seconds": seconds[side],
+            "tokens_per_second": tokens / seconds[side],
+            "processor_seconds": processor[side],
+        }
+        for side in seconds
+    }
     return {
-        "ratio": ours / theirs,
+        "ratio": seconds["ours"] / seconds["peer"],
         "ratio_of_pairs": statistics.median(pairs),
-        "ratio_of_processor_time": cpu["ours"] / cpu["peer"],
-        "ours": {"step_seconds": ours, "tokens_per_second": tokens / ours, "processor_seconds": cpu["ours"], **parts},
-        "peer": {
-            "name": peer,
-            "step_seconds": theirs,
-            "tokens_per_second": tokens / theirs,
-            "processor_seconds": cpu["peer"],
-        },
-        "samples": {"ours": result["ours"], "peer": result["peer"]},
-        "losses": result["losses"],
+        "ratio_of_processor_time": processor["ours"] / processor["peer"],
+        "ours": {**rows["ours"], **parts},
+        "peer": {"name": name, **rows["peer"]},
+        "samples": {"ours": our["samples"], "peer": peer["samples"]},
+        "losses": {"ours": our["losses"], "peer": peer["losses"]},
         "largest_loss_difference": drift,
         "model": config.model.name,
         "parameters": config.model.num_parameters(),
@@ -187,3 +233,18 @@ def bench_table(result: dict[str, Any]) -> Table:
     table.add_row("ratio ours / peer", f"{ratios[0]:.3f}", f"pairs {ratios[1]:.3f}", f"{ratios[2]:.3f}")
     table.add_row("losses differ by", f"{result['largest_loss_difference']:.1e}", "", "")
     return table
+
+
+def _peer_main(path: str) -> int:
+    """The peer's side in its own process: reads its task, prints its result."""
+    task = json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        print(json.dumps(_run_side(Side(**task))))
+    except ShardwrightError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_peer_main(sys.argv[1]))

@@ -16,21 +16,39 @@ from rich.console import Console
 
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import ShardwrightError
+from shardwright.launch import start_forkserver, torchrun_env
 
 app = typer.Typer(
     name="shardwright",
     help="Plan, train, verify and serve transformers across every axis of parallelism.",
+    epilog="Example: shardwright train examples/tiny.toml",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench_app = typer.Typer(help="Measure a training step beside a peer, interleaved in one run.", no_args_is_help=True)
+bench_app = typer.Typer(
+    help="Measure a training step beside a peer, interleaved in one run.",
+    epilog="Example: shardwright bench train --layout dp=2 --peer ddp",
+    no_args_is_help=True,
+)
 app.add_typer(bench_app, name="bench")
 
-ConfigPath = Annotated[Path, typer.Argument(help="Run file (TOML), for instance examples/tiny.toml.", show_default=False)]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Run file (TOML), for instance examples/tiny.toml.")]
 LayoutText = Annotated[str | None, typer.Option("--layout", help="Layout, for instance dp=2,microbatches=4.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Change a value: section.key=value. Repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+
+
+def _is_main() -> bool:
+    """Whether this process speaks for the run: of the ranks of torchrun or srun only rank 0 does."""
+    env = torchrun_env()
+    return env is None or env.rank == 0
+
+
+def _warm_up() -> None:
+    """Let the process that ranks are forked from import torch while this one does."""
+    if torchrun_env() is None:
+        start_forkserver()
 
 
 def _print_json(value: Any) -> None:
@@ -48,25 +66,31 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model on text; starts its own ranks, or joins torchrun's or srun's."""
+    settings = RunConfig.load(config, sets or (), layout)
+    _warm_up()
     from shardwright.train.display import TrainDisplay, tokenise_progress
     from shardwright.train.loop import RunOptions, prepare_run
     from shardwright.train.loop import train as run
     from shardwright.train.report import final_report
 
-    settings = RunConfig.load(config, sets or (), layout)
-    console = Console(quiet=as_json)
+    quiet = as_json or not _is_main()
+    console = Console(quiet=quiet)
     options = RunOptions(resume, profile)
-    with tokenise_progress(console, quiet=as_json) as progress:
+    with tokenise_progress(console, quiet=quiet) as progress:
         data = prepare_run(settings, options, progress)
-    summary = run(settings, data, options, TrainDisplay(settings.train.steps, console=console, quiet=as_json))
+    summary = run(settings, data, options, TrainDisplay(settings.train.steps, console=console, quiet=quiet))
+    if not _is_main():
+        return
     ledger = summary.pop("ledger", None)
+    final_report(console, settings.train.run_dir, **(ledger or {}), peak_bytes=summary["peak_memory_bytes"])
     if as_json:
         found = {name: value.to_json() for name, value in ledger.items()} if ledger else None
         _print_json({**summary, "ledger": found})
-        return
-    final_report(console, settings.train.run_dir, **(ledger or {}), peak_bytes=summary["peak_memory_bytes"])
     if summary["stopped"]:
-        console.print(f"stopped after step {summary['steps']}; continue with --resume auto")
+        console.print(f"stopped after step {summary['steps']} and saved; continue with")
+        console.print(f"shardwright train {settings.train.run_dir}/config.toml --resume auto", soft_wrap=True)
+    elif summary["loss"] is None:
+        console.print(f"nothing to do: step {summary['steps']} of {settings.train.steps} was done; raise train.steps")
 
 
 @app.command(epilog="Example: shardwright verify examples/tiny.toml --layout dp=2")
@@ -79,18 +103,22 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Compare a layout with one process: loss, every gradient, every updated parameter, every byte."""
+    settings = RunConfig.load(config, sets or (), layout)
+    _warm_up()
     from shardwright.train.display import tokenise_progress
+    from shardwright.train.loop import check_start
     from shardwright.verify.mutate import find_mutation
     from shardwright.verify.parity import verify as run
     from shardwright.verify.report import verification_table
 
-    settings = RunConfig.load(config, sets or (), layout)
     if mutate is not None:
         find_mutation(mutate)
-    console = Console(quiet=as_json)
-    with tokenise_progress(console, quiet=as_json) as progress:
+    check_start(settings)
+    quiet = as_json or not _is_main()
+    console = Console(quiet=quiet)
+    with tokenise_progress(console, quiet=quiet) as progress:
         result = run(settings, steps, mutation=mutate, progress=progress)
-    if as_json:
+    if as_json and _is_main():
         _print_json(result.to_json())
     else:
         console.print(verification_table(result))
@@ -100,7 +128,7 @@ def verify(
 
 @app.command(epilog='Example: shardwright generate runs/demo/checkpoints/step-300 --prompt "def main("')
 def generate(
-    model_dir: Annotated[Path, typer.Argument(help="A checkpoint, or a Hugging Face folder.", show_default=False)],
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A checkpoint, or a Hugging Face folder.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
@@ -123,7 +151,7 @@ def generate(
 
 @app.command(epilog="Example: shardwright tokenize books/ notes.jsonl --out data/books --vocab-size 8192")
 def tokenize(
-    sources: Annotated[list[str], typer.Argument(help="Files, folders and globs.", show_default=False)],
+    sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="Files, folders and globs.")],
     out: Annotated[Path, typer.Option(help="Folder of the dataset.")],
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or a folder with one; else one is trained.")] = None,
     vocab_size: Annotated[int, typer.Option(min=1, help="Vocabulary of a trained tokenizer.")] = 4096,
@@ -161,6 +189,7 @@ def bench_train(
     as_json: Json = False,
 ) -> None:
     """Time a training step of ours and a peer's on the same model, batch and steps, in the same processes."""
+    _warm_up()
     from shardwright.bench import bench_table, bench_training
 
     result = bench_training(layout or "dp=2", peer, model, seq_len, rounds, steps)
@@ -190,9 +219,10 @@ def main() -> int:
     """Run the command line and return its exit code; errors of ours are one message on stderr, no traceback."""
     code = 0
     try:
-        code = app(standalone_mode=False) or 0
+        code = app(prog_name="shardwright", standalone_mode=False) or 0
     except _UsageError as error:
-        print(_usage_message(error), file=sys.stderr)
+        if message := _usage_message(error):
+            print(message, file=sys.stderr)
         return 2
     except ShardwrightError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -206,8 +236,9 @@ def main() -> int:
 
 def _usage_message(error: Any) -> str:
     """A wrong command line in one line that names the help to read."""
-    text: str = error.format_message()
-    if "\n" in text or not text:  # the whole help, asked for by giving no arguments
+    text: str = error.format_message().removesuffix(".")
+    if "\n" in text or not text:  # no argument was given: the whole help (with rich it is printed already)
         return text
-    where = f"; see {error.ctx.command_path} --help" if error.ctx is not None else ""
-    return f"error: {text[0].lower()}{text[1:].removesuffix('.')}{where}"
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "shardwright"
+    hint = "" if text.endswith("?") else f"; see {command} --help"
+    return f"error: {text[0].lower()}{text[1:]}{hint}"

@@ -20,6 +20,7 @@ from shardwright.train.continuation import continue_text
 from shardwright.train.display import TrainDisplay, tokenise_progress
 from shardwright.train.loop import RunOptions, prepare_run, train
 from shardwright.train.report import final_report
+from shardwright.train.text import PYTHON_LIBRARY
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples" / "demo.toml"
 PROMPT = "def __init__(self, name"
@@ -34,22 +35,27 @@ def run_demo(console: Console, sets: tuple[str, ...] = ()) -> None:
     start = time.perf_counter()
     with tokenise_progress(console) as progress:
         data = prepare_run(config, RunOptions(), progress)
-    info = data.infos[0]
-    console.print(
-        f"{info.files:,} source files of Python's standard library: {info.train_tokens:,} tokens to train on, "
-        f"{info.valid_tokens:,} held out in {info.valid_documents:,} files; {info.replaced} files are not UTF-8 (decoded "
-        f"with replacement), {info.skipped} skipped; {time.perf_counter() - start:.1f} s"
-    )
+    library = all(source.path == PYTHON_LIBRARY for source in config.data.sources)
+    kind = "source files of Python's standard library" if library else "files"
+    for info in data.infos:
+        console.print(
+            f"{info.files:,} {kind}: {info.train_tokens:,} tokens to train on, {info.valid_tokens:,} held out in "
+            f"{info.valid_documents:,} files; {info.replaced} files are not UTF-8 (decoded with replacement), "
+            f"{info.skipped} skipped; {time.perf_counter() - start:.1f} s"
+        )
     console.rule(f"2  train over {config.layout.world_size} processes")
     console.print(f"{config.model.num_parameters():,} parameters, layout {config.layout}, {config.train.steps} steps")
     summary = train(config, data, RunOptions(), TrainDisplay(config.train.steps, console=console))
     console.rule("3  what happened")
-    final_report(console, run_dir, **summary["ledger"], peak_bytes=summary["peak_memory_bytes"])
-    console.print(
-        f"held-out loss [bold]{summary['valid_loss']:.3f}[/] nats per token, "
-        f"{summary['bits_per_byte']:.3f} bits per byte, on {info.valid_documents:,} files that were not trained on"
-    )
+    final_report(console, config.train.run_dir, **summary["ledger"], peak_bytes=summary["peak_memory_bytes"])
+    if summary["bits_per_byte"] is not None:
+        console.print(
+            f"held-out loss [bold]{summary['valid_loss']:.3f}[/] nats per token, {summary['bits_per_byte']:.3f} bits per "
+            f"byte, on {sum(info.valid_documents for info in data.infos):,} files that were not trained on"
+        )
     if summary["stopped"]:
+        console.print(f"stopped after step {summary['steps']} and saved; continue with")
+        console.print(f"shardwright train {config.train.run_dir}/config.toml --resume auto", soft_wrap=True)
         return
     console.rule("4  generate, one process")
     result = continue_text(Path(summary["checkpoint"]), PROMPT, NEW_TOKENS, compare=True)
@@ -69,6 +75,9 @@ def main() -> int:
     except ShardwrightError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

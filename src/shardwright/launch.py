@@ -50,6 +50,13 @@ if TYPE_CHECKING:
 
 PRELOAD = ("torch", "torch.distributed", "shardwright.train.loop", "shardwright.cli")
 DEFAULT_TIMEOUT_S = 120.0
+MEMORY_SETTINGS = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 35),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""What ranks on CPU run with, unless the user set it: freed activations stay in the process, on huge pages. Without it
+glibc gives each large tensor back to the kernel, which clears its pages anew: 3 to 6 % of a step (docs/log.md)."""
 BLAME_WINDOW_S = 0.5  # how long a lost connection waits for the death that explains it
 FORKSERVER_LOST = 255  # exit code that multiprocessing makes up when the fork server died; the rank may be alive
 TICK_S = 0.2  # how often deadlines are looked at while nothing happens
@@ -87,6 +94,7 @@ class RunOptions(TypedDict, total=False):
     grace_s: float
     stop_limit_s: float
     preload: Sequence[str]
+    tune_memory: bool
     on_message: Callable[[int, Any], None] | None
 
 
@@ -510,14 +518,15 @@ def _stop_signals(job: _Job) -> Iterator[None]:
             signal.signal(known, signal.SIG_DFL if old is None else old)
 
 
-def start_forkserver(preload: Sequence[str] = PRELOAD) -> None:
+def start_forkserver(preload: Sequence[str] = PRELOAD, *, tune_memory: bool = True) -> None:
     """Start the process that ranks are forked from and return at once; without effect if it runs.
 
     It imports ``preload`` (names that do not exist are skipped) while the caller goes on, so a command calls this
-    first and reads its configuration meanwhile. All runs of one process share it.
+    first and reads its configuration meanwhile. All runs of one process share it. ``tune_memory``: see `MEMORY_SETTINGS`.
     """
     # Idle OpenMP threads must not spin: they would take the cores of the other ranks.
-    wanted = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0")}
+    settings = {"GOMP_SPINCOUNT": "0", **(MEMORY_SETTINGS if tune_memory else {})}
+    wanted = {"OMP_NUM_THREADS": "1", **{name: os.environ.get(name, value) for name, value in settings.items()}}
     stop_signals = {signal.SIGINT, signal.SIGTERM}
     with _process_lock:
         saved = {name: os.environ.get(name) for name in wanted}
@@ -558,6 +567,7 @@ def run_local_ranks(
     grace_s: float = 2.0,
     stop_limit_s: float = 60.0,
     preload: Sequence[str] = PRELOAD,
+    tune_memory: bool = True,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
     """Run ``target(env, *args)`` in ``world_size`` processes of this machine; the results, in the order of ranks.
@@ -588,7 +598,7 @@ def run_local_ranks(
     try:
         with _stop_signals(job):
             try:
-                start_forkserver(preload)
+                start_forkserver(preload, tune_memory=tune_memory)
                 job.start(envs, payload, threads, folder)
                 if job.stop_signal is not None:  # it came before all ranks were there to hear it
                     job.raise_stopped()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -105,7 +107,9 @@ def zeroed_in_place(
     loss.backward()
 
 
-def accumulated(module: nn.Module, optimizer: torch.optim.Optimizer, step: int, ranks: Sequence[int], world: int) -> None:
+def accumulated(
+    module: nn.Module, optimizer: torch.optim.Optimizer, step: int, ranks: Sequence[int], world: int
+) -> None:
     module.zero_grad()
     for micro in range(MICRO):
         quiet = module.no_sync() if micro < MICRO - 1 and hasattr(module, "no_sync") else nullcontext()
@@ -186,8 +190,308 @@ def all_loops(env: RankEnv) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_loop_equals_one_process_and_pytorchs_wrapper(world: int) -> None:
-    for found in run_ranks(all_loops, world):
-        assert len(found) == 16
+@pytest.fixture(scope="module")
+def on_two_ranks() -> list[dict[str, Any]]:
+    """What two ranks found in the cases below, one after another."""
+    return run_ranks(all_cases, 2)
+
+
+def all_cases(env: RankEnv) -> dict[str, Any]:
+    return {case.__name__: case(env) for case in (all_loops, with_hooks, with_buffers, odd_modules, after_a_failure)}
+
+
+def test_every_loop_on_two_ranks_equals_one_process_and_pytorchs_wrapper(on_two_ranks: list[dict[str, Any]]) -> None:
+    for found in on_two_ranks:
+        assert len(found["all_loops"]) == 16
+        assert {name: diff for name, diff in found["all_loops"].items() if not diff <= 1e-6} == {}
+
+
+def test_every_loop_on_three_ranks_does_too() -> None:
+    for found in run_ranks(all_loops, 3):
         assert {name: diff for name, diff in found.items() if not diff <= 1e-6} == {}
+
+
+# ---------------------------------------------------------------------------------------------- hooks and buckets
+
+
+def halves(gradients: Tensor, comms: Sequence[Comm], name: str) -> None:
+    for comm in comms:
+        comm.all_reduce(gradients, name=name)
+    gradients.div_(2 * num_ranks(comms))
+
+
+def with_hooks(env: RankEnv) -> dict[str, Any]:
+    """Gradients of one backward under each hook, and the bytes that its buckets sent."""
+    found: dict[str, Any] = {}
+    hooks = {
+        "plain": AllReduce("mean"),
+        "fp16": Compressed(torch.float16, "mean"),
+        "bf16": Compressed(torch.bfloat16, "mean"),
+        "function": FunctionHook(halves, reduction="mean"),
+    }
+    for name, hook in hooks.items():
+        mesh = mesh_of(env)
+        model = DataParallel(make_net(), mesh, comm_hook=hook)
+        mesh.recorder.take()
+        mean_loss(model, 0, 0, [env.rank]).backward()
+        found[name] = gradients(model), mesh.recorder.take().total_bytes
+    large = DataParallel(nn.Linear(1, 1, bias=False), mesh_of(env), comm_hook=Compressed(torch.float16, "mean"))
+    large(torch.full((1, 1), 40000.0)).sum().backward()  # the sum of two is beyond fp16
+    found["large"] = gradients(large)["weight"].item()
+    return found
+
+
+def test_hooks_compress_or_run_the_users_function(on_two_ranks: list[dict[str, Any]]) -> None:
+    first, second = (found["with_hooks"] for found in on_two_ranks)
+    plain, full_bytes = first["plain"]
+    num_elements = sum(value.numel() for value in plain.values())
+    assert full_bytes == 4 * (num_elements + num_elements % 2)
+    for name, tolerance in (("fp16", 1e-3), ("bf16", 1e-2)):
+        compressed, sent = first[name]
+        assert 0 < furthest([compressed], [plain]) < tolerance
+        assert sent == full_bytes // 2
+    assert furthest([first["function"][0]], [{name: value / 2 for name, value in plain.items()}]) < 1e-6
+    assert first["large"] == 40000.0
+    for name in ("plain", "fp16", "bf16", "function"):
+        assert all(torch.equal(first[name][0][key], second[name][0][key]) for key in plain)
+
+
+class Branches(nn.Module):
+    """Two layers after one another, in the order that the caller asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+def in_own_order(env: RankEnv, orders: Sequence[Sequence[int]]) -> tuple[list[str], dict[str, float], list[float]]:
+    launched: list[str] = []
+
+    def note(gradients: Tensor, comms: Sequence[Comm], name: str) -> Any:
+        launched.append(name)
+        return AllReduce().start(gradients, comms, name)
+
+    torch.manual_seed(env.rank)  # other values on each rank until they are wrapped
+    model = DataParallel(
+        Branches(), mesh_of(env), bucket_mb=TINY_BUCKET, comm_hook=FunctionHook(note, "sum"), loss_reduction="sum"
+    )
+    model(torch.ones(1, 4), orders[env.rank]).sum().backward()
+    sums = {name: value.sum().item() for name, value in gradients(model).items()}
+    ends = [timing.end - timing.ready for timing in model.timings]
+    return launched, sums, ends
+
+
+def test_buckets_are_launched_in_one_order_though_ranks_use_layers_in_another() -> None:
+    orders = [(0, 1, 2, 3), (3, 1, 0), (2,)]
+    results = run_ranks(in_own_order, 3, orders)
+    names = results[0][0]
+    assert names == [f"gradients.{index}" for index in range(len(names))] and len(names) >= 4
+    assert all(launched == names for launched, _, _ in results)
+    assert all(sums == results[0][1] for _, sums, _ in results)
+    assert all(value != 0 for value in results[0][1].values())  # also of layer 2, which rank 1 does not use
+    assert all(end >= 0 for _, _, ends in results for end in ends)
+
+
+# ---------------------------------------------------------------------------------------------- state of the module
+
+
+class Counted(nn.Module):
+    """Running statistics, an integer and a boolean buffer; a frozen weight; strides that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(3)
+        self.out = nn.Linear(3, 2)
+        self.out.bias.requires_grad_(False)
+        self.register_buffer("flag", torch.zeros(2, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.conv(x)).mean((2, 3)))
+
+
+def with_buffers(env: RankEnv) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("ours", "theirs"):
+        torch.manual_seed(env.rank)
+        module = Counted()
+        with torch.no_grad():
+            module.out.bias.fill_(env.rank + 1.0)
+            module.flag.fill_(env.rank == 0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)  # made before the module is wrapped
+        model: nn.Module = DataParallel(module, mesh_of(env)) if name == "ours" else DistributedDataParallel(module)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + env.rank)
+            optimizer.zero_grad()
+            (model(torch.randn(4, 2, 5, 5, generator=generator)) ** 2).sum().backward()
+            optimizer.step()
+        found[name] = {key: value.clone() for key, value in model.state_dict().items()}
+    return found
+
+
+def test_parameters_and_buffers_are_rank_0s_at_the_start_and_after_each_backward(
+    on_two_ranks: list[dict[str, Any]],
+) -> None:
+    first, second = (found["with_buffers"] for found in on_two_ranks)
+    assert first["ours"].keys() == first["theirs"].keys()
+    for key, value in first["ours"].items():
+        assert torch.equal(value, second["ours"][key]), key
+        torch.testing.assert_close(value, first["theirs"][key], rtol=1e-6, atol=1e-6)
+    assert first["ours"]["module.out.bias"].tolist() == [1.0, 1.0]
+    assert first["ours"]["module.flag"].tolist() == [True, True]
+    assert first["ours"]["module.norm.num_batches_tracked"].item() == 3
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(3, 3, dtype=torch.bfloat16), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.high(self.low(x.bfloat16()).float())
+
+
+class Reentrant(nn.Module):
+    """Each layer's backward is a backward pass of its own inside the outer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.layers[-1](x)
+
+
+def odd_modules(env: RankEnv) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    mixed = DataParallel(Mixed(), mesh_of(env))
+    mixed(torch.ones(2, 3) * (env.rank + 1)).sum().backward()
+    found["mixed"] = {name: (grad.dtype, grad.float().sum().item()) for name, grad in gradients(mixed).items()}
+
+    rows = torch.arange(8.0).reshape(2, 4).requires_grad_()
+    alone = Reentrant()
+    (alone(rows).square().sum() / 2).backward()
+    for reduction, divisor in (("mean", 1), ("sum", 2)):
+        model = DataParallel(Reentrant(), mesh_of(env), loss_reduction=reduction)
+        (model(rows[env.rank : env.rank + 1]).square().sum() / divisor).backward()
+        found[f"reentrant {reduction}"] = furthest([gradients(model)], [gradients(alone)])
+
+    sparse = DataParallel(nn.Embedding(4, 2, sparse=True), mesh_of(env))
+    sparse(torch.tensor([env.rank])).sum().backward()
+    found["sparse"] = gradients(sparse)["weight"].tolist()
+
+    frozen_later = DataParallel(make_net(), mesh_of(env))
+    frozen_later.module.side.requires_grad_(False)
+    mean_loss(frozen_later, 0, 0, [env.rank]).backward()
+    found["frozen later"] = sorted(set(dict(frozen_later.module.named_parameters())) - set(gradients(frozen_later)))
+    return found
+
+
+def test_mixed_dtypes_nested_backwards_sparse_gradients_and_late_freezing(on_two_ranks: list[dict[str, Any]]) -> None:
+    for found in (results["odd_modules"] for results in on_two_ranks):
+        assert {name: dtype for name, (dtype, _) in found["mixed"].items()} == {
+            "low.weight": torch.bfloat16,
+            "low.bias": torch.bfloat16,
+            "high.weight": torch.float32,
+            "high.bias": torch.float32,
+        }
+        assert found["mixed"]["high.bias"][1] == 2.0
+        assert found["reentrant mean"] < 1e-6 and found["reentrant sum"] < 1e-6
+        assert found["sparse"] == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
+        assert found["frozen later"] == ["side.bias", "side.weight"]
+
+
+def fail(gradient: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def after_a_failure(env: RankEnv) -> float:
+    """How far the gradients of a backward are off after one that raised on all ranks, with buckets on their way."""
+    model = DataParallel(make_net(), mesh_of(env), bucket_mb=TINY_BUCKET)
+    handle = model.module.first.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        mean_loss(model, 0, 0, [env.rank]).backward()
+    handle.remove()
+    model.zero_grad()
+    mean_loss(model, 0, 0, [env.rank]).backward()
+    alone = make_net()
+    mean_loss(alone, 0, 0, range(env.world_size)).backward()
+    return furthest([gradients(model)], [gradients(alone)])
+
+
+def test_a_backward_that_failed_leaves_nothing_behind(on_two_ranks: list[dict[str, Any]]) -> None:
+    assert all(found["after_a_failure"] < 1e-6 for found in on_two_ranks)
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+def refuse(message: str, error: type[Exception], call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    net, mesh = make_net(), Mesh.solo()
+    refuse("zero=1", LayoutError, lambda: DataParallel(net, mesh, zero=1))
+    refuse("loss_reduction='max'", ConfigError, lambda: DataParallel(net, mesh, loss_reduction="max"))  # type: ignore[arg-type]
+    refuse("need a mean.* sums", ConfigError, lambda: DataParallel(net, mesh, comm_hook=AllReduce("sum")))
+    refuse(
+        "need a sum.* averages",
+        ConfigError,
+        lambda: DataParallel(net, mesh, comm_hook=Compressed(torch.bfloat16, "mean"), loss_reduction="sum"),
+    )
+    refuse("'halves' does not say", ConfigError, lambda: DataParallel(net, mesh, comm_hook=halves))  # type: ignore[arg-type]
+    refuse("nothing to reduce", ConfigError, lambda: DataParallel(nn.ReLU(), mesh))
+
+    model = DataParallel(make_net(), mesh)
+    loss = mean_loss(model, 0, 0, [0])
+    refuse("create_graph", ConfigError, lambda: torch.autograd.backward(loss, create_graph=True))
+    model.double()
+    refuse("became torch.float64 on cpu after", ConfigError, lambda: model(torch.ones(1, 5).double()).sum().backward())
+
+
+def with_another_module(env: RankEnv) -> None:
+    DataParallel(Net(nn.Linear(5, 7, bias=env.rank == 0)), mesh_of(env))
+
+
+def test_ranks_with_different_modules_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"rank 1 is not that of rank 0 .*'first\.bias'"):
+        run_ranks(with_another_module, 2)
+
+
+def test_one_process_is_not_special() -> None:
+    wrapped, plain = make_net(), make_net()
+    ours = trained(DataParallel(wrapped, Mesh.solo(), comm_hook=FunctionHook(halves, "mean")), one_batch, [0], 1)
+    assert furthest(ours[:1], [{name: value / 2 for name, value in trained(plain, one_batch, [0], 1)[0].items()}]) == 0
+
+
+# ---------------------------------------------------------------------------------------------- the smallest whole job
+
+CLASSIFIER = TESTS.parent / "examples" / "linear_classifier.py"
+
+
+def losses_in(printed: str) -> list[float]:
+    """The loss of each epoch, and the last one again."""
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+
+
+def test_the_linear_classifier_learns_the_same_under_torchrun_as_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(CLASSIFIER), run_name="__main__")
+    alone = losses_in(capsys.readouterr().out)
+    assert len(alone) == 5 and alone[0] > 4 and alone[-1] < 1
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = os.environ | {"PYTHONPATH": str(TESTS.parent / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, str(CLASSIFIER)], env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses_in(done.stdout) == pytest.approx(alone, abs=2e-6)

@@ -27,7 +27,8 @@ class Ring:
             self.sent[rank] += self.piece
             target, index = (rank + 1) % self.size, piece_of(rank)
             old = self.pieces[target][index]
-            self.pieces[target][index] = [a + b for a, b in zip(old, moving[rank], strict=True)] if add else moving[rank]
+            summed = [a + b for a, b in zip(old, moving[rank], strict=True)]
+            self.pieces[target][index] = summed if add else moving[rank]
 
     def reduce_scatter(self) -> None:
         """Afterwards rank r holds the sum of piece r + 1."""

@@ -91,6 +91,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ({"data": {"sources": []}}, ["data.sources=[]", "at least 1 item"]),
         ({"data": {}}, ["data.sources is missing; add it"]),
         ({"optim": {"lr": 0}}, ["optim.lr=0", "greater than 0"]),
+        ({"optim": {"lr": float("inf")}}, ["optim.lr=inf", "finite"]),
         ({"optim": {"name": "adam"}}, ["optim.name='adam'", "'adamw' or 'sgd'"]),
         ({"optim": {"betas": [0.9, 1.5]}}, ["optim.betas.1=1.5", "less than 1"]),
         ({"train": {"steps": "many"}}, ["train.steps='many'", "integer"]),
@@ -114,7 +115,8 @@ def test_values_that_contradict_each_other_are_refused() -> None:
     assert "optim.warmup_steps=11 is more than train.steps=10; warm up for fewer steps" in message
     RunConfig.of(TABLE, ["optim.warmup_steps=10", "train.steps=10"])
     learned = ["model.position=learned", "model.max_positions=64"]
-    assert "data.seq_len=65 is longer than the model's 64 learned positions" in refused(TABLE, *learned, "data.seq_len=65")
+    message = refused(TABLE, *learned, "data.seq_len=65")
+    assert "data.seq_len=65 is longer than the model's 64 learned positions" in message
     RunConfig.of(TABLE, [*learned, "data.seq_len=64"])
     with pytest.raises(LayoutError, match="tp=3 must divide the model's 4 attention heads"):
         RunConfig.of(TABLE, layout="tp=3")

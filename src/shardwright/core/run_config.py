@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -17,9 +17,11 @@ from shardwright.core.model_config import ModelConfig
 from shardwright.core.suggest import did_you_mean
 from shardwright.errors import ConfigError
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 class Source(Section):
@@ -30,7 +32,8 @@ class Source(Section):
     """
 
     path: str
-    weight: float = 1.0
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the samples, in proportion to the other sources'."""
     field: str = "text"
     """Name of the text in a .jsonl or .parquet record."""
     valid_path: str | None = None
@@ -61,7 +64,7 @@ class DataConfig(Section):
 class OptimConfig(Section):
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(default=3e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
     weight_decay: float = Field(default=0.1, ge=0)
@@ -115,7 +118,9 @@ class RunConfig(Section):
     @field_validator("model", mode="before")
     @classmethod
     def _read_model(cls, value: Any) -> Any:
-        return ModelConfig.load(value) if isinstance(value, (str, Mapping)) else value
+        if not isinstance(value, (str, Mapping, ModelConfig)):
+            raise ConfigError(f"model={value!r} is neither a name nor a table; write model = \"tiny\" or a [model] section")
+        return value if isinstance(value, ModelConfig) else ModelConfig.load(value)
 
     @field_validator("layout", mode="before")
     @classmethod
@@ -178,14 +183,14 @@ def _layout_table(layout: Any) -> dict[str, Any]:
         return dict(layout_values(str(layout)))
     if isinstance(layout, Mapping):
         return dict(layout)
-    raise ConfigError(f"layout={layout!r} is neither text nor a table; write for instance layout = \"dp=2\"")
+    raise ConfigError(f'layout={layout!r} is neither text nor a table; write for instance layout = "dp=2"')
 
 
 def _apply(values: dict[str, Any], change: str) -> None:
     key, separator, text = change.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"--set {change!r} is not section.key=value; write for instance --set optim.lr=1e-3")
     section, dot, name = key.strip().partition(".")
+    if not separator or not section or (dot and not name):
+        raise ConfigError(f"--set {change!r} is not section.key=value; write for instance --set optim.lr=1e-3")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -207,8 +212,9 @@ _TABLES: dict[str, type[BaseModel]] = {"data": DataConfig, "optim": OptimConfig,
 
 
 def _explain(error: ValidationError) -> str:
-    """The first complaint in one line, with the nearest right name for an unknown one."""
-    first = error.errors(include_url=False)[0]
+    """One complaint in one line: an unknown key, with the nearest right name, before all others (it may be their cause)."""
+    complaints = error.errors(include_url=False)
+    first = next((found for found in complaints if found["type"] == "extra_forbidden"), complaints[0])
     parts = [str(part) for part in first["loc"]]
     where = ".".join(parts)
     if first["type"] == "extra_forbidden":
@@ -218,5 +224,9 @@ def _explain(error: ValidationError) -> str:
         return f"unknown key {where}; {did_you_mean(parts[-1], table.model_fields)}"
     if first["type"] == "missing":
         return f"{where} is missing; add it (see examples/tiny.toml)"
+    if first["type"] == "model_type":
+        return f"{where}={first['input']!r} is not a table; write its keys below [{where}] (see examples/tiny.toml)"
+    if first["type"] == "tuple_type":
+        return f"{where}={first['input']!r} is not a list; write for instance {where} = [...]"
     message = first["msg"][0].lower() + first["msg"][1:]
     return f"{where}={first['input']!r}: {message}"

@@ -48,8 +48,7 @@ def cross_entropy_rows(logits: Tensor, targets: Tensor, want_gradient: bool) -> 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        want = any(ctx.needs_input_grad)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, want: bool) -> Tensor:
         logits = x @ weight.t()
         loss = cross_entropy_rows(logits, targets, want)
         if want:
@@ -59,21 +58,22 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         gradient, ctx.gradient = ctx.gradient, None
         scale = d_loss.to(x.dtype)
         dx = (gradient @ weight).mul_(scale) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
-            return dx, None, None
+            return dx, None, None, None
         scaled = x.detach() * scale
         slot = slot_of(ctx.weight)
         if slot is None:
-            return dx, gradient.t() @ scaled, None
+            return dx, gradient.t() @ scaled, None, None
         slot.queue.submit(lambda: write_linear([slot], gradient, scaled))
-        return dx, None, None
+        return dx, None, None, None
 
 
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """x (T, D), weight (V, D), targets (T,) -> the summed loss over valid targets, a scalar."""
-    return _HeadLoss.apply(x, weight, targets)  # type: ignore[no-any-return]
+    want = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return _HeadLoss.apply(x, weight, targets, want)  # type: ignore[no-any-return]

@@ -16,43 +16,32 @@ from torch import Tensor
 from shardwright.ops.gradients import first_order, joined, slot_of, write_linear
 
 
-class _FusedLinear(torch.autograd.Function):
-    """y = x [W1; W2; ...]^T + [b1; b2; ...] as one matrix product when the weights lie side by side."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, num_weights: int, *parameters: Tensor) -> Tensor:
-        weights, biases = parameters[:num_weights], parameters[num_weights:]
-        ctx.save_for_backward(x, *weights)
-        ctx.parameters = parameters
-        ctx.num_weights = num_weights
-        bias = (torch.cat(biases) if len(biases) > 1 else biases[0]) if biases else None
-        whole = joined(weights)
-        if whole is not None:
-            return F.linear(x, whole, bias)
-        y = torch.cat([F.linear(x, weight) for weight in weights], dim=1)
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        dx = None
-        if ctx.needs_input_grad[0]:
-            whole = joined(weights)
-            if whole is not None:
-                dx = dy @ whole
-            else:
-                pieces = dy.split([weight.shape[0] for weight in weights], dim=1)
-                dx = sum((piece @ weight for piece, weight in zip(pieces, weights, strict=True)), start=dy.new_zeros(()))
-        wanted = ctx.needs_input_grad[2:]
-        parameters: tuple[Tensor, ...] = ctx.parameters
-        weights_, biases = parameters[: ctx.num_weights], parameters[ctx.num_weights :]
-        gradients = _weight_gradients(weights_, wanted[: ctx.num_weights], dy, x)
-        gradients += _bias_gradients(biases, wanted[ctx.num_weights :], dy)
-        return (dx, None, *gradients)
+def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
+    """x (T, I) times each weight, outputs side by side (T, O): one matrix product when the weights lie side by side."""
+    bias = (torch.cat(list(biases)) if len(biases) > 1 else biases[0]) if biases else None
+    whole = joined(weights)
+    if whole is not None:
+        return F.linear(x, whole, bias)
+    y = torch.cat([F.linear(x, weight) for weight in weights], dim=1)
+    return y if bias is None else y.add_(bias)
 
 
-def _weight_gradients(weights: Sequence[Tensor], wanted: Sequence[bool], dy: Tensor, x: Tensor) -> list[Tensor | None]:
+def input_gradient(dy: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """dy (T, O) -> dx (T, I), the sum over the fused weights."""
+    whole = joined(weights)
+    if whole is not None:
+        return dy @ whole
+    first, *others = zip(dy.split([weight.shape[0] for weight in weights], dim=1), weights, strict=True)
+    dx = first[0] @ first[1]
+    for piece, weight in others:
+        dx.addmm_(piece, weight)
+    return dx
+
+
+def weight_gradients(
+    weights: Sequence[Tensor], wanted: Sequence[bool], dy: Tensor, x: Tensor
+) -> list[Tensor | None]:
+    """dW of each wanted weight: through its slot (then None is returned), else as a tensor for autograd."""
     slots = [slot_of(weight) for weight in weights]
     if all(wanted) and all(slot is not None for slot in slots):
         ready = [slot for slot in slots if slot is not None]
@@ -67,7 +56,8 @@ def _weight_gradients(weights: Sequence[Tensor], wanted: Sequence[bool], dy: Ten
     return gradients
 
 
-def _bias_gradients(biases: Sequence[Tensor], wanted: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
+def bias_gradients(biases: Sequence[Tensor], wanted: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
+    """db of each wanted bias, the sum over tokens; as :func:`weight_gradients`."""
     gradients: list[Tensor | None] = []
     start = 0
     for bias, want in zip(biases, wanted, strict=True):
@@ -79,6 +69,27 @@ def _bias_gradients(biases: Sequence[Tensor], wanted: Sequence[bool], dy: Tensor
             piece = None
         gradients.append(piece)
     return gradients
+
+
+class _FusedLinear(torch.autograd.Function):
+    """y = x [W1; W2; ...]^T + [b1; b2; ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_weights: int, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[:num_weights], parameters[num_weights:]
+        ctx.save_for_backward(x, *weights)
+        ctx.parameters, ctx.num_weights = parameters, num_weights
+        return product(x, weights, biases)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        count, wanted = ctx.num_weights, ctx.needs_input_grad[2:]
+        dx = input_gradient(dy, weights) if ctx.needs_input_grad[0] else None
+        gradients = weight_gradients(ctx.parameters[:count], wanted[:count], dy, x)
+        gradients += bias_gradients(ctx.parameters[count:], wanted[count:], dy)
+        return (dx, None, *gradients)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

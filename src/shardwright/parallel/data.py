@@ -161,7 +161,8 @@ class GradientBuckets:
         timings = []
         for index, (work, launch) in enumerate(self._launched):
             before = self._now()
-            work.wait()
+            with self.mesh.recorder.phase("reduce"):
+                work.wait()
             now = self._now()
             ready = self._ready[index]
             assert ready is not None

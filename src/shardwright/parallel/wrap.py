@@ -77,7 +77,9 @@ class DataParallel(nn.Module):
             raise ConfigError("the module has no parameter with requires_grad; there is nothing to reduce")
         _check_same(module, mesh.dp_cp)
         self.module, self.mesh = module, mesh
-        self.buckets = GradientBuckets(_plan(self._trained, bucket_mb), self._trained, mesh, hook, direct=False, wide=False)
+        self.buckets = GradientBuckets(
+            _plan(self._trained, bucket_mb), self._trained, mesh, hook, direct=False, wide=False
+        )
         self.timings: list[BucketTiming] = []
         """Of the last reduction: when each bucket was ready, launched and done, and what was waited for."""
         self._buffers_too = broadcast_buffers
@@ -87,9 +89,8 @@ class DataParallel(nn.Module):
         self._backward_pass: int | None = None
         for name, parameter in self._trained.items():
             parameter.grad = None
-            if hook.reduction == "sum" and mesh.dp_cp.size > 1:
-                parameter.register_hook(self._count_once)
-            parameter.register_post_accumulate_grad_hook(self._arrived(name))
+            parameter.register_hook(self._before)
+            parameter.register_post_accumulate_grad_hook(self._after(name))
         frozen = [p for p in module.parameters() if not p.requires_grad]
         for bucket in self.buckets.buckets:
             _broadcast([bucket.parameters], mesh.dp_cp, "initial state")
@@ -109,14 +110,19 @@ class DataParallel(nn.Module):
 
     # -- during backward ---------------------------------------------------------------------------------
 
-    def _count_once(self, gradient: Tensor) -> None:
-        """Before a gradient is added to sums over all ranks: leave each rank its share, which the next sum adds up."""
+    def _before(self, gradient: Tensor) -> None:
+        """A gradient is about to be added to ``parameter.grad``."""
+        if self._backward_pass not in (None, torch._C._current_graph_task_id()):
+            self._finish_buckets()  # of a pass that failed on its way, or one inside which this one runs
         if self._reduced:
             self._reduced = False
-            for bucket in self.buckets.buckets:
-                bucket.gradients.div_(self.mesh.dp_cp.size)
+            if self.buckets.hook.reduction == "sum":  # leave each rank its share, so that the next sum counts it once
+                for bucket in self.buckets.buckets:
+                    bucket.gradients.div_(self.mesh.dp_cp.size)
 
-    def _arrived(self, name: str) -> Callable[[Tensor], None]:
+    def _after(self, name: str) -> Callable[[Tensor], None]:
+        """The hook of one parameter: its gradient was added to ``parameter.grad``."""
+
         def hook(parameter: Tensor) -> None:
             if torch.is_grad_enabled():
                 raise ConfigError(
@@ -124,7 +130,9 @@ class DataParallel(nn.Module):
                 )
             self._keep_in_view(name)
             if self._synchronise:
-                self._enter_backward()
+                if self._backward_pass is None:
+                    self._backward_pass = torch._C._current_graph_task_id()
+                    Variable._execution_engine.queue_callback(self._leave_backward)
                 self.buckets.unit_done(name)
 
         return hook
@@ -147,30 +155,21 @@ class DataParallel(nn.Module):
         if parameter.requires_grad:  # not so when it was frozen later: then no optimizer shall touch it
             parameter.grad = view
 
-    def _enter_backward(self) -> None:
-        """In a backward pass that is new to us: have :meth:`_leave_backward` called at its end."""
-        current = torch._C._current_graph_task_id()
-        if current == self._backward_pass:
-            return
-        if self._backward_pass is not None:  # one that failed on its way, or one inside which this one runs
-            self._reduce()
-        self._backward_pass = current
-        Variable._execution_engine.queue_callback(self._leave_backward)  # type: ignore[no-untyped-call]
-
     def _leave_backward(self) -> None:
-        if self._backward_pass is not None:
-            self._reduce()
-            self._backward_pass = None
-
-    def _reduce(self) -> None:
+        """The backward pass is over: reduce what is left and wait for all."""
+        if self._backward_pass is None:
+            return
         for name in self._trained:
             self._keep_in_view(name)
-        self.timings = self.buckets.finish()
-        self.buckets.expect()
-        self._reduced = True
+        self._finish_buckets()
         if self._buffers_too:
             with self.mesh.recorder.phase("reduce"):
                 _broadcast(list(self.module.buffers()), self.mesh.dp_cp, "buffers")
+
+    def _finish_buckets(self) -> None:
+        self.timings = self.buckets.finish()
+        self.buckets.expect()
+        self._backward_pass, self._reduced = None, True
 
 
 def _plan(parameters: dict[str, nn.Parameter], bucket_mb: float) -> list[BucketPlan]:
@@ -193,7 +192,8 @@ def _check_same(module: nn.Module, comm: Comm) -> None:
     for rank, other in enumerate(every):
         if other != every[0]:
             pairs = zip(every[0], other, strict=False)
-            first = next((f"{a} against {b}" for a, b in pairs if a != b), f"{len(every[0])} against {len(other)} tensors")
+            sizes = f"{len(every[0])} against {len(other)} tensors"
+            first = next((f"{a} against {b}" for a, b in pairs if a != b), sizes)
             raise ConfigError(
                 f"the module of rank {comm.ranks[rank]} is not that of rank {comm.ranks[0]} ({first}); "
                 "build the same module on every rank"
@@ -207,7 +207,7 @@ def _broadcast(tensors: Sequence[Tensor], comm: Comm, name: str) -> None:
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.data)  # .data: no new version for autograd
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.data)  # autograd sees no new version
     for members in kinds.values():
         flat = members[0].view(-1) if len(members) == 1 and members[0].is_contiguous() else _joined(members)
         comm.broadcast(flat.view(torch.uint8), name=name)

@@ -7,6 +7,7 @@ ranks, draw what they report, and return the summary. ``run_rank`` is one rank's
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -14,22 +15,22 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 import torch
 
 from shardwright.checkpoint.hf import hf_names
 from shardwright.checkpoint.io import CheckpointState, copy_weights, load_checkpoint, save_checkpoint
-from shardwright.checkpoint.manifest import check_fresh, latest_checkpoint
+from shardwright.checkpoint.manifest import check_fresh, check_sizes, latest_checkpoint, named_steps
 from shardwright.comm.base import Comm
 from shardwright.comm.mesh import Mesh
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import CheckpointError, ConfigError
-from shardwright.launch import RankEnv, device_for, init_process_group, launch
+from shardwright.launch import RankEnv, device_for, init_process_group, launch, torchrun_env
 from shardwright.plan.collectives import predict_step
-from shardwright.train.data import EvalSampler, Prefetcher, TrainSampler, WindowDataset, open_blend
+from shardwright.train.data import Blend, EvalSampler, Prefetcher, TrainSampler, open_blend
 from shardwright.train.display import TrainDisplay
 from shardwright.train.metrics import MetricsWriter, bits_per_byte, peak_memory_bytes
 from shardwright.train.peak import peak_flops
@@ -49,15 +50,57 @@ def prepare_run(
     config: RunConfig, options: RunOptions, progress: Callable[[int, int, str], None] | None = None
 ) -> PreparedData:
     """All checks that need no rank, and the tokenised data; raises before anything is written to the run folder."""
-    check_supported(config)
+    check_start(config)
     hf_names(config.model)  # a model that its family's format cannot hold would fail only at the first save
     config.model.to_hf()
-    root = Path(config.train.run_dir) / "checkpoints"
-    if options.resume not in ("none", "auto") and not Path(options.resume).is_dir():
-        raise CheckpointError(f"--resume {options.resume}: no such checkpoint; give a folder step-N, auto or none")
-    if options.resume != "auto":
-        check_fresh(root, None if options.resume == "none" else options.resume)
-    return prepare_data(config, progress)
+    check_run_dir(Path(config.train.run_dir), options.resume)
+    data = prepare_data(config, progress)
+    open_split(config, data, "train")
+    if data.valid:
+        open_split(config, data, "valid")
+    return data
+
+
+def check_start(config: RunConfig) -> None:
+    """Refuse a layout that cannot be trained yet, or that needs another number of ranks than torchrun has started."""
+    check_supported(config)
+    env = torchrun_env()
+    if env is not None:
+        config.layout.check_world(env.world_size)
+
+
+def check_run_dir(run_dir: Path, resume: str) -> None:
+    """Refuse what would mix two runs in one folder, a torn checkpoint, and a folder that cannot be written."""
+    root = run_dir / "checkpoints"
+    if resume == "auto":
+        named = named_steps(root)
+        if named and latest_checkpoint(root, lambda text: None) is None:
+            raise CheckpointError(
+                f"{root} has no complete checkpoint to continue from ({', '.join(path.name for path in named.values())} "
+                "lack data); move them away to start again, or give a new run folder"
+            )
+    elif resume == "none":
+        check_fresh(root)
+    elif Path(resume).is_dir():
+        check_sizes(Path(resume))
+        check_fresh(root, resume)
+    else:
+        raise CheckpointError(f"--resume {resume}: no such checkpoint; give a folder step-N, auto or none")
+    parent = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        raise ConfigError(f"train.run_dir={run_dir} cannot be made: {parent} is no folder to write in; give another")
+
+
+def open_split(config: RunConfig, data: PreparedData, split: Literal["train", "valid"]) -> Blend:
+    """The run's sources of one split as one blend; raises `DataError` where one is missing, torn or too short."""
+    return open_blend(
+        data.train if split == "train" else data.valid,
+        split,
+        config.data.seq_len,
+        config.train.seed,
+        cross_documents=config.data.cross_documents,
+        vocab_size=config.model.vocab_size,
+    )
 
 
 def train(
@@ -153,12 +196,12 @@ class Run:
         self.is_main = mesh.rank == 0
         self.trainer = Trainer(config, mesh, device)
         self.step, self.samples = 0, 0
+        self.checkpoint: Path | None = None
         self._restore()
         self.trainer.buckets.check_replicas()
         self.peak_flops = peak_flops(config, device)
         self.last_ledger = Ledger()
         self.valid_loss: float | None = None
-        self.saved_step: int | None = None
 
     # -- the loop ------------------------------------------------------------------------------------------
 
@@ -174,6 +217,7 @@ class Run:
                 start = time.perf_counter()
                 batches, waited = prefetch.next()
                 result = self.trainer.step(batches, self.step)
+                seconds = time.perf_counter() - start
                 self.step += 1
                 self.samples = sampler.first_sample(self.step)
                 self.last_ledger, stopped = result.ledger, result.stop
@@ -181,7 +225,7 @@ class Run:
                 last = stopped or self.step == config.train.steps
                 evaluated = self._maybe_evaluate(last)
                 if writer is not None:
-                    record = self._record(result, time.perf_counter() - start, waited, evaluated)
+                    record = self._record(result, seconds, waited, evaluated)
                     writer.write(record)
                     self.env.send({"record": record})
                 self._maybe_save(last)
@@ -227,7 +271,7 @@ class Run:
             "loss": losses[-1] if losses else None,
             "valid_loss": self.valid_loss,
             "bits_per_byte": self._bits_per_byte(),
-            "checkpoint": str(self._root / f"step-{self.step}") if self.saved_step == self.step else None,
+            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
             "memory": memory,
             "peak_memory_bytes": peak_memory_bytes(self._cuda_peak()),
         }
@@ -247,15 +291,8 @@ class Run:
     # -- data and evaluation -------------------------------------------------------------------------------
 
     def _sampler(self) -> TrainSampler:
-        config, layout = self.config, self.config.layout
-        blend = open_blend(
-            self.data.train,
-            "train",
-            config.data.seq_len,
-            config.train.seed,
-            cross_documents=config.data.cross_documents,
-            vocab_size=config.model.vocab_size,
-        )
+        layout = self.config.layout
+        blend = open_split(self.config, self.data, "train")
         rank = self.mesh.coordinates["dp"]
         return TrainSampler(blend, layout.micro_batch, layout.microbatches, layout.dp, rank, self.step, self.samples)
 
@@ -265,29 +302,19 @@ class Run:
             return False
         layout = self.config.layout
         batches = self.config.train.eval_batches * layout.micro_batch * layout.dp
-        sampler = EvalSampler(
-            self._valid_sets(), layout.micro_batch, layout.dp, self.mesh.coordinates["dp"], batches or None
-        )
+        datasets = open_split(self.config, self.data, "valid").datasets
+        sampler = EvalSampler(datasets, layout.micro_batch, layout.dp, self.mesh.coordinates["dp"], batches or None)
         self.valid_loss, _ = self.trainer.evaluate(sampler)
         self.mesh.recorder.take()
         return True
 
-    def _valid_sets(self) -> list[WindowDataset]:
-        config = self.config
-        blend = open_blend(
-            self.data.valid,
-            "valid",
-            config.data.seq_len,
-            config.train.seed,
-            cross_documents=config.data.cross_documents,
-            vocab_size=config.model.vocab_size,
-        )
-        return list(blend.datasets)
-
     def _bits_per_byte(self) -> float | None:
+        """None without evaluation, or where the size of some held-out text is not known."""
+        if self.valid_loss is None or len(self.data.infos) < len(self.data.valid):
+            return None
         tokens = sum(info.valid_tokens for info in self.data.infos)
         size = sum(info.valid_bytes for info in self.data.infos)
-        return None if self.valid_loss is None else bits_per_byte(self.valid_loss, tokens, size)
+        return bits_per_byte(self.valid_loss, tokens, size)
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
@@ -305,16 +332,15 @@ class Run:
         state = load_checkpoint(path, self.trainer.model.specs)
         self._copy_weights(state.weights)
         self.trainer.optimizer.load(state.optimizer, int(state.extra["optimizer_steps"]))
-        self.step, self.samples = state.step, state.samples
-        if self.is_main:
-            self.env.send({"text": f"resumed from {path.name}: step {self.step}, {self.samples} samples read"})
+        self.step, self.samples, self.checkpoint = state.step, state.samples, path
+        self._say(f"resumed from {path.name}: step {self.step}, {self.samples} samples read")
 
     def _resume_path(self) -> Path | None:
         resume = self.options.resume
         if resume == "none":
             return None
         if resume == "auto":
-            return latest_checkpoint(self._root, lambda text: self.env.send({"text": text}))
+            return latest_checkpoint(self._root, self._say)
         return Path(resume)
 
     def _load_weights(self, folder: Path) -> None:
@@ -347,7 +373,7 @@ class Run:
                 tokenizer_folder=self.data.tokenizer_folder,
                 keep_last=self.config.train.keep_last,
             )
-        self.saved_step = self.step
+        self.checkpoint = self._root / f"step-{self.step}"
         with self.mesh.recorder.phase("checkpoint"):
             self.mesh.world.barrier(name="checkpoint saved")
         self.mesh.recorder.take()
@@ -365,11 +391,18 @@ class Run:
     # -- surroundings --------------------------------------------------------------------------------------
 
     def _open_files(self) -> MetricsWriter:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         resumed = None if self.options.resume == "none" else self.step
-        writer = MetricsWriter(self.run_dir, resumed, say=lambda text: self.env.send({"text": text}))
-        (self.run_dir / "config.toml").write_text(tomli_w.dumps(self.config.to_table()), encoding="utf-8")
+        try:
+            writer = MetricsWriter(self.run_dir, resumed, say=self._say)
+            (self.run_dir / "config.toml").write_text(tomli_w.dumps(self.config.to_table()), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"train.run_dir={self.run_dir} cannot be written: {error.strerror}; give another") from error
         return writer
+
+    def _say(self, text: str) -> None:
+        """A line for the user, from one rank only."""
+        if self.is_main:
+            self.env.send({"text": text})
 
     def _listen_to_signals(self) -> None:
         def stop(signum: int, frame: FrameType | None) -> None:

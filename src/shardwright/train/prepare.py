@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.core.run_config import RunConfig, Source
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, DataError
 from shardwright.train.indexed import idx_path
 from shardwright.train.text import (
     DatasetInfo,
@@ -53,37 +55,65 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Prepare
     """Tokenise what is text, reuse what is there; raises `DataError` or `ConfigError` before anything is trained."""
     cache = cache_folder(config)
     texts = [source for source in config.data.sources if not _is_dataset(source)]
-    if any(source.path == SYNTHETIC for source in texts):
-        _write_sentences(cache / "sentences.txt")
-    tokenizer, folder = _tokenizer(config, texts, cache, progress)
+    check_texts(texts)
+    from_scratch = config.train.init_from is None
+    tokenizer, folder = _given_tokenizer(config)
     if tokenizer is not None:
-        check_vocabulary(tokenizer.vocab_size, config.model.vocab_size, from_scratch=config.train.init_from is None)
-    train, valid, infos = [], [], []
-    for source in config.data.sources:
-        if source in texts:
-            assert tokenizer is not None
-            out = cache / _key(source.path, source.field, str(config.data.valid_fraction), tokenizer.sha256)
-            info = tokenize(
-                _paths(source, cache),
-                out,
-                tokenizer,
-                field=source.field,
-                valid_fraction=config.data.valid_fraction,
-                progress=progress,
-            )
-            infos.append(info)
-            train.append((str(out), source.weight))
-            valid.append((str(out), source.weight))
-            continue
-        train.append((source.path, source.weight))
-        if source.valid_path or Path(source.path, "dataset.json").is_file():
-            valid.append((source.valid_path or source.path, source.weight))
-        if Path(source.path, "dataset.json").is_file():
-            info = load_dataset_info(source.path)
-            check_vocabulary(info.vocab_size, config.model.vocab_size, from_scratch=config.train.init_from is None)
-            infos.append(info)
-            folder = folder or Path(source.path)
+        check_vocabulary(tokenizer.vocab_size, config.model.vocab_size, from_scratch=from_scratch)
+    with _writing(cache, "--set data.cache=FOLDER"):
+        if any(source.path == SYNTHETIC for source in texts):
+            _write_sentences(cache / "sentences.txt")
+        if tokenizer is None and texts:
+            tokenizer, folder = _trained_tokenizer(config, texts, cache, progress)
+        train, valid, infos = [], [], []
+        for source in config.data.sources:
+            path, info = source.path, None
+            if source in texts:
+                assert tokenizer is not None
+                path, info = _tokenised(config, source, tokenizer, cache, progress)
+            elif Path(path, "dataset.json").is_file():
+                info = load_dataset_info(path)
+                check_vocabulary(info.vocab_size, config.model.vocab_size, from_scratch=from_scratch)
+                folder = folder or Path(path)
+            train.append((path, source.weight))
+            if source.valid_path or (info is not None and info.valid_tokens > 1):  # one token has no next one
+                valid.append((source.valid_path or path, source.weight))
+            if info is not None:
+                infos.append(info)
     return PreparedData(tuple(train), tuple(valid), folder, tuple(infos))
+
+
+def _tokenised(
+    config: RunConfig, source: Source, tokenizer: Tokenizer, cache: Path, progress: Progress | None
+) -> tuple[str, DatasetInfo]:
+    """The dataset folder of one source of text, made now or earlier."""
+    fraction = config.data.valid_fraction
+    out = cache / _key(source.path, source.field, str(fraction), tokenizer.sha256)
+    paths = _paths(source, cache)
+    info = tokenize(paths, out, tokenizer, field=source.field, valid_fraction=fraction, progress=progress)
+    return str(out), info
+
+
+def check_texts(texts: Sequence[Source]) -> None:
+    """Read the first document of each source, so that most mistakes are found before anything is written."""
+    for source in texts:
+        if source.valid_path is not None:
+            raise ConfigError(
+                f"valid_path={source.valid_path!r} goes with an indexed dataset, but {source.path} is text; leave it "
+                "out (data.valid_fraction holds text out), or run `shardwright tokenize` on both first"
+            )
+        if source.path != SYNTHETIC:
+            next(_documents(find_files([source.path]), source), None)
+
+
+@contextmanager
+def _writing(folder: Path, option: str) -> Iterator[None]:
+    """A failure to write below ``folder`` as a `DataError` that names the ``option`` to change."""
+    try:
+        yield
+    except OSError as error:
+        where, reason = error.filename or folder, error.strerror or str(error)
+        raise DataError(f"cannot write {where}: {reason}; give another folder with {option}, or make room") from error
 
 
 def check_vocabulary(tokenizer_size: int, model_size: int, *, from_scratch: bool = True) -> None:
@@ -101,7 +131,10 @@ def check_vocabulary(tokenizer_size: int, model_size: int, *, from_scratch: bool
 
 
 def _is_dataset(source: Source) -> bool:
-    return Path(source.path, "dataset.json").is_file() or idx_path(source.path).is_file()
+    """A folder of `tokenize`, or a Megatron pair by its prefix or by the name of either file."""
+    path = Path(source.path)
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    return (path / "dataset.json").is_file() or idx_path(prefix).is_file()
 
 
 def _paths(source: Source, cache: Path) -> Sequence[str]:
@@ -112,45 +145,61 @@ def _key(*parts: str) -> str:
     return "text-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def _tokenizer(
-    config: RunConfig, texts: Sequence[Source], cache: Path, progress: Progress | None
-) -> tuple[Tokenizer | None, Path | None]:
-    """The tokenizer and its folder: the given one, else one trained on the text; (None, None) without any text."""
+def _given_tokenizer(config: RunConfig) -> tuple[Tokenizer | None, Path | None]:
+    """``data.tokenizer``, else that of the weights the run starts from, with its folder; (None, None) without either."""
     given = config.data.tokenizer
     if given is None and config.train.init_from and Path(config.train.init_from, "tokenizer.json").is_file():
         given = config.train.init_from
-    if given is not None:
-        path = Path(given)
-        return load_tokenizer(path), path if path.is_dir() else path.parent
-    if not texts:
+    if given is None:
         return None, None
+    path = Path(given)
+    return load_tokenizer(path), path if path.is_dir() else path.parent
+
+
+def _trained_tokenizer(
+    config: RunConfig, texts: Sequence[Source], cache: Path, progress: Progress | None
+) -> tuple[Tokenizer, Path]:
+    """A tokenizer of the model's vocabulary, trained on the text now or earlier. One that is too small is not kept:
+    with more text there may be enough."""
+    size = config.model.vocab_size
     names = json.dumps([[source.path, source.field] for source in texts])
-    folder = cache / f"tokenizer-{config.model.vocab_size}-{hashlib.sha256(names.encode()).hexdigest()[:12]}"
+    folder = cache / f"tokenizer-{size}-{hashlib.sha256(names.encode()).hexdigest()[:12]}"
     if not (folder / "tokenizer.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.parent, progress or (lambda done, total, what: None)):
+        sample = list(_sample(texts, cache))
+        report = progress or (lambda done, total, what: None)
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked(cache, report):
             if not (folder / "tokenizer.json").is_file():
-                if progress is not None:
-                    progress(0, 0, "training the tokenizer")
-                train_tokenizer(_sample(texts, cache), config.model.vocab_size, folder)
+                report(0, 0, "training the tokenizer")
+                _train_aside(sample, folder, size, from_scratch=config.train.init_from is None)
     return load_tokenizer(folder), folder
+
+
+def _train_aside(sample: Sequence[str], folder: Path, size: int, *, from_scratch: bool) -> None:
+    aside = folder.with_name(f"{folder.name}.partial")
+    try:
+        trained = train_tokenizer(sample, size, aside)
+        check_vocabulary(trained.vocab_size, size, from_scratch=from_scratch)
+        trained.save(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sample(texts: Sequence[Source], cache: Path) -> Iterator[str]:
     """Documents of every source, spread over all its files, up to a limit of characters."""
     for source in texts:
-        files = list(find_files(_paths(source, cache)))
+        files = find_files(_paths(source, cache))
         random.Random(0).shuffle(files)
-        named = [Path(source.path)] if Path(source.path).is_file() else []
         left = TOKENIZER_SAMPLE_CHARS // len(texts)
-        for document in _documents(files, source, named):
+        for document in _documents(files, source):
             yield document[:left]
             left -= len(document)
             if left <= 0:
                 break
 
 
-def _documents(files: Sequence[Path], source: Source, named: Sequence[Path]) -> Iterable[str]:
+def _documents(files: Sequence[Path], source: Source) -> Iterator[str]:
+    named = [Path(source.path)] if Path(source.path).is_file() else []
     return read_documents(files, source.field, TextCounts(), named=named)
 
 
@@ -184,9 +233,12 @@ def tokenize_sources(
     progress: Progress | None = None,
 ) -> DatasetInfo:
     """``shardwright tokenize``: text of ``sources`` to the dataset folder ``out``; trains a tokenizer if none is given."""
-    if tokenizer is not None:
-        found = load_tokenizer(tokenizer)
-    else:
-        texts = [Source(path=source, field=field) for source in sources]
-        found = train_tokenizer(_sample(texts, out), vocab_size, out / "tokenizer")
-    return tokenize(sources, out, found, field=field, valid_fraction=valid_fraction, progress=progress)
+    texts = [Source(path=source, field=field) for source in sources]
+    found = None if tokenizer is None else load_tokenizer(tokenizer)
+    check_texts(texts)
+    with _writing(out, "--out FOLDER"):
+        if found is None:
+            if progress is not None:
+                progress(0, 0, "training the tokenizer")
+            found = train_tokenizer(_sample(texts, out), vocab_size, out / "tokenizer")
+        return tokenize(sources, out, found, field=field, valid_fraction=valid_fraction, progress=progress)

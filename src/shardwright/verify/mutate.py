@@ -1,13 +1,12 @@
 """Mutations: break one thing at a time and see that verification turns red.
 
-A check that no mutation can turn red proves nothing. Each mutation wraps the communicators of a mesh; new collectives
-add their own here.
+A check that no mutation can turn red proves nothing. New collectives and new machinery add their own here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +15,10 @@ from torch import Tensor
 from shardwright.comm.base import Comm, ReduceOp, Work
 from shardwright.core.suggest import did_you_mean
 from shardwright.errors import ConfigError
+from shardwright.schedule.action import Action, Kind
+from shardwright.train.data import MicroBatch
+from shardwright.train.optim import FlatOptimizer
+from shardwright.train.step import Trainer
 
 
 class ForwardingComm(Comm):
@@ -78,6 +81,37 @@ class _ScaleAllReduce(ForwardingComm):
         return super().all_reduce_start(tensor, op, name=name)
 
 
+class _ReduceTwice(ForwardingComm):
+    """Reduces what is reduced already."""
+
+    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
+        if name.startswith("gradients"):
+            super().all_reduce_start(tensor, op, name=name).wait()
+        return super().all_reduce_start(tensor, op, name=name)
+
+
+class _HalfWire(ForwardingComm):
+    """Sends gradients in bf16 although fp32 was asked for."""
+
+    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
+        if not name.startswith("gradients"):
+            return super().all_reduce_start(tensor, op, name=name)
+        small = tensor.bfloat16()
+        super().all_reduce_start(small, op, name=name).wait()
+        tensor.copy_(small)
+        return Work()
+
+
+class _Drift(ForwardingComm):
+    """The last rank's reduced gradients differ from the others' by one rounding."""
+
+    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
+        super().all_reduce_start(tensor, op, name=name).wait()
+        if name.startswith("gradients") and self.rank == self.size - 1:
+            tensor.mul_(1 + torch.finfo(tensor.dtype).eps)
+        return Work()
+
+
 class _SwapMetrics(ForwardingComm):
     """Every rank reports its own loss as if it were everybody's."""
 
@@ -88,23 +122,86 @@ class _SwapMetrics(ForwardingComm):
         return Work()
 
 
+def _own_seed(trainer: Trainer) -> None:
+    trainer.model.initialise(trainer.config.train.seed + trainer.mesh.rank)
+
+
+def _reduce_early(trainer: Trainer) -> None:
+    """All buckets are reduced before the last micro-batch's backward adds to them."""
+
+    def before(action: Action) -> None:
+        if action.kind in (Kind.B, Kind.BW) and action.microbatch == trainer.layout.microbatches - 1:
+            trainer.buckets.finish()
+
+    trainer.executor.on_action = before
+
+
+def _last_micro_batch_only(trainer: Trainer) -> None:
+    """Each micro-batch overwrites the gradients of the one before."""
+    trainer.executor.on_action = lambda action: trainer.buckets.begin() if action.kind is Kind.F else None
+
+
+def _decay_all(trainer: Trainer) -> None:
+    """Norms and biases decay too."""
+    for bucket in trainer.optimizer.buckets:
+        bucket.plan = replace(bucket.plan, num_decayed=bucket.plan.numel)
+    trainer.optimizer = FlatOptimizer(trainer.config.optim, trainer.optimizer.buckets)
+
+
+def _one_document(batch: MicroBatch) -> MicroBatch:
+    return replace(batch, lengths=(len(batch.tokens),))
+
+
+def _own_token_index(batch: MicroBatch) -> MicroBatch:
+    return replace(batch, token_index=torch.arange(len(batch.tokens)))
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _leave(trainer: Trainer) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Mutation:
-    """A named defect and what it stands for."""
+    """A named defect and what it stands for: it changes the communicators, the trainer, or each micro-batch."""
 
     name: str
     stands_for: str
-    wrap: Callable[[Comm], Comm]
+    comm: Callable[[Comm], Comm] = _same
+    trainer: Callable[[Trainer], None] = _leave
+    batch: Callable[[MicroBatch], MicroBatch] = _same
 
+
+UNBROKEN = Mutation("", "nothing")
 
 MUTATIONS = {
     mutation.name: mutation
     for mutation in (
-        Mutation("drop-gradient-all-reduce", "replicas train on their own batch only", lambda c: _DropAllReduce(c, "gradients")),
-        Mutation("drop-first-bucket", "one bucket is never reduced", lambda c: _DropAllReduce(c, "gradients.0")),
-        Mutation("local-token-count", "the loss is divided by the rank's own tokens", lambda c: _DropAllReduce(c, "tokens")),
+        Mutation(
+            "drop-gradient-all-reduce",
+            "replicas train on their own batch only",
+            lambda comm: _DropAllReduce(comm, "gradients"),
+        ),
+        Mutation("drop-first-bucket", "one bucket is never reduced", lambda comm: _DropAllReduce(comm, "gradients.0")),
+        Mutation(
+            "local-token-count",
+            "the loss is divided by the rank's own tokens",
+            lambda comm: _DropAllReduce(comm, "tokens"),
+        ),
         Mutation("average-gradients", "gradients averaged although the loss is normalised", _ScaleAllReduce),
+        Mutation("reduce-twice", "a bucket is reduced twice in one step", _ReduceTwice),
+        Mutation("half-wire", "gradients rounded to bf16 on their way", _HalfWire),
+        Mutation("replica-drift", "replicas that differ in the last bit", _Drift),
         Mutation("local-loss", "the reported loss is one rank's own", _SwapMetrics),
+        Mutation("own-seed", "ranks start from different parameters", trainer=_own_seed),
+        Mutation("reduce-early", "reduction before the last micro-batch is added", trainer=_reduce_early),
+        Mutation("last-micro-batch-only", "accumulation overwrites", trainer=_last_micro_batch_only),
+        Mutation("decay-all", "norms and biases decay", trainer=_decay_all),
+        Mutation("one-document", "attention crosses document borders", batch=_one_document),
+        Mutation("own-token-index", "dropout masks depend on the layout", batch=_own_token_index),
     )
 }
 

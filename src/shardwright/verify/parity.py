@@ -19,6 +19,7 @@ from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.launch import RankEnv, init_process_group, launch
+from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
 from shardwright.ops.attention import CausalAttend
 from shardwright.plan.collectives import predict_step
@@ -26,13 +27,14 @@ from shardwright.train.data import MicroBatch, TrainSampler, collate, open_blend
 from shardwright.train.optim import learning_rate
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.step import DTYPES, Trainer
-from shardwright.verify.mutate import MUTATIONS
+from shardwright.verify.mutate import UNBROKEN, find_mutation
 
 TOLERANCES = {
     "fp32": {"loss": 1e-6, "gradients": 1e-5, "parameters": 1e-5},
     "fp64": {"loss": 1e-12, "gradients": 1e-9, "parameters": 1e-9},
     "bf16": {"loss": 2e-2, "gradients": 1e-1, "parameters": 1e-2},
 }
+"""By precision; "bf16" also where gradients are reduced in half precision."""
 
 
 @dataclass
@@ -86,77 +88,86 @@ def max_rel_diff(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tuple
 
 
 def reference_run(config: RunConfig, batches: Callable[[int], MicroBatch], steps: int) -> Trace:
-    """Train ``steps`` steps in one process with plain autograd; ``batches(step)`` is the whole global batch as one."""
-    mesh = Mesh.solo()
+    """Train ``steps`` steps in one process with plain autograd; ``batches(step)`` is the whole global batch as one.
+
+    The optimizer works on copies of the parameters in fp32 (fp64 for fp64), as with bf16 parameters it must.
+    """
     dtype = DTYPES[config.layout.precision]
-    model = Transformer(config.model, mesh, dtype).initialise(config.train.seed)
+    model = Transformer(config.model, Mesh.solo(), dtype).initialise(config.train.seed)
     freeze(model, config.train.freeze)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = _reference_optimizer(config, model, trained)
-    windows = [config.model.layer_window(layer) for layer in range(config.model.num_layers)]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    masters = {name: p.detach().to(wide, copy=True) for name, p in trained.items()}
+    optimizer = _reference_optimizer(config, list(masters.values()))
     trace = Trace()
     for step in range(steps):
         batch = batches(step)
-        context = model.context(
-            batch.tokens,
-            batch.positions,
-            CausalAttend(batch.lengths, windows),
-            targets=batch.targets,
-            token_index=batch.token_index,
-            seed=config.train.seed,
-            step=step,
-        )
-        optimizer.zero_grad(set_to_none=True)
-        loss = model.run(context) / max(batch.num_valid, 1)
+        model.zero_grad(set_to_none=True)
+        loss = model.run(_reference_context(config, model, batch, step)) / max(batch.num_valid, 1)
         loss.backward()
-        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}
+        gradients = {
+            name: torch.zeros_like(masters[name]) if p.grad is None else p.grad.to(wide, copy=True)
+            for name, p in trained.items()
+        }
         norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
-        if config.optim.clip and norm > config.optim.clip:
-            for parameter in trained.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(config.optim.clip / (norm + 1e-6))
+        factor = config.optim.clip / (norm + 1e-6) if config.optim.clip and norm > config.optim.clip else 1.0
+        lr = learning_rate(config.optim, step, config.train.steps)
+        with torch.no_grad():
+            for name, master in masters.items():
+                master.grad = gradients[name] * factor
+                if model.specs[name].decay:  # decoupled, by the spec table's rule, before the plain update
+                    master.mul_(1 - lr * config.optim.weight_decay)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optim, step, config.train.steps)
-        _decay(config, model, trained, optimizer.param_groups[0]["lr"])
+            group["lr"] = lr
         optimizer.step()
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(masters[name])
         trace.losses.append(loss.item())
         trace.norms.append(norm)
         trace.gradients.append(gradients)
-    trace.parameters = {name: p.detach().clone() for name, p in trained.items()}
+    trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()} | masters
     return trace
 
 
-def _reference_optimizer(
-    config: RunConfig, model: Transformer, trained: Mapping[str, Tensor]
-) -> torch.optim.Optimizer:
+def _reference_context(config: RunConfig, model: Transformer, batch: MicroBatch, step: int) -> Context:
+    windows = [config.model.layer_window(layer) for layer in range(config.model.num_layers)]
+    return model.context(
+        batch.tokens,
+        batch.positions,
+        CausalAttend(batch.lengths, windows),
+        targets=batch.targets,
+        token_index=batch.token_index,
+        seed=config.train.seed,
+        step=step,
+    )
+
+
+def _reference_optimizer(config: RunConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
     optim = config.optim
-    parameters = list(trained.values())
     if optim.name == "adamw":
         return torch.optim.Adam(parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=False)
     return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, foreach=False)
-
-
-@torch.no_grad()
-def _decay(config: RunConfig, model: Transformer, trained: Mapping[str, Tensor], lr: float) -> None:
-    """Decoupled decay by hand, by the spec table's rule, before the plain update."""
-    for name, parameter in trained.items():
-        if model.specs[name].decay:
-            parameter.mul_(1 - lr * config.optim.weight_decay)
 
 
 # -- a layout ----------------------------------------------------------------------------------------------
 
 
 def trace_rank(env: RankEnv, config: RunConfig, data: PreparedData, steps: int, mutation: str | None = None) -> Trace:
-    """Run ``steps`` real training steps on this rank and keep what they show; ``mutation`` breaks one thing."""
+    """Join the other ranks of ``config.layout`` and trace ``steps`` steps."""
     if env.world_size > 1:
         init_process_group(env)
         mesh = Mesh.distributed(config.layout, env.rank, config.train.timeout_s)
     else:
         mesh = Mesh.solo()
-    if mutation is not None:
-        mesh.wrap(MUTATIONS[mutation].wrap)
-    trainer = Trainer(config, mesh)
+    return trace_steps(mesh, config, data, steps, mutation)
+
+
+def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, mutation: str | None = None) -> Trace:
+    """Run ``steps`` real training steps on this rank and keep what they show; ``mutation`` breaks one thing."""
+    broken = find_mutation(mutation) if mutation is not None else UNBROKEN
+    trainer = Trainer(config, mesh.wrap(broken.comm))
+    broken.trainer(trainer)
     sampler = train_sampler(config, data, mesh.coordinates["dp"])
     mesh.recorder.take()
     trace = Trace()
@@ -166,11 +177,12 @@ def trace_rank(env: RankEnv, config: RunConfig, data: PreparedData, steps: int, 
 
     trainer.on_gradients = keep_gradients
     for step in range(steps):
-        result = trainer.step(sampler.batches(step), step)
+        result = trainer.step([broken.batch(batch) for batch in sampler.batches(step)], step)
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
         trace.ledgers.append(result.ledger)
-    trace.parameters = {name: view.clone() for name, view in trainer.buckets.named("master").items()}
+    parameters = {name: p.detach().clone() for name, p in trainer.parameters.items()}
+    trace.parameters = parameters | {name: view.clone() for name, view in trainer.buckets.named("master").items()}
     return trace
 
 
@@ -287,7 +299,8 @@ def compare(
     config: RunConfig, traces: list[Trace], reference: Trace, predicted: Ledger, dryrun: Ledger
 ) -> Verification:
     """Rank 0 against the reference; every other rank against rank 0, bit for bit."""
-    tolerance = TOLERANCES[config.layout.precision]
+    exact = config.layout.reduce_dtype == "fp32"
+    tolerance = TOLERANCES[config.layout.precision if exact else "bf16"]
     first = traces[0]
     losses = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(reference.losses)}
     got = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(first.losses)}
@@ -303,7 +316,9 @@ def compare(
     return Verification(
         config.layout,
         Comparison(*_swap(max_rel_diff(got, losses), tolerance["loss"])),
-        Comparison(*_swap((gradients[worst_step][0], f"step {worst_step} {gradients[worst_step][1]}"), tolerance["gradients"])),
+        Comparison(
+            *_swap((gradients[worst_step][0], f"step {worst_step} {gradients[worst_step][1]}"), tolerance["gradients"])
+        ),
         Comparison(*_swap(max_rel_diff(first.parameters, reference.parameters), tolerance["parameters"])),
         Comparison(*_swap(max_rel_diff(got_norms, norms), tolerance["gradients"])),
         _replicas(traces),
@@ -315,15 +330,15 @@ def compare(
 
 
 def _replicas(traces: list[Trace]) -> Comparison:
-    """Largest difference between ranks that must be equal bit for bit: parameters and reported losses."""
+    """Largest difference between ranks that must be equal bit for bit: parameters, reported losses and norms."""
     worst, where = 0.0, ""
     for rank, trace in enumerate(traces[1:], start=1):
         for name, value in traces[0].parameters.items():
             if not torch.equal(value, trace.parameters[name]):
                 difference = (value - trace.parameters[name]).abs().max().item()
                 worst, where = max(worst, difference or float("inf")), f"rank {rank} {name}"
-        if trace.losses != traces[0].losses:
-            worst, where = float("inf"), f"rank {rank} reports other losses"
+        if (trace.losses, trace.norms) != (traces[0].losses, traces[0].norms):
+            worst, where = float("inf"), f"rank {rank} reports other losses or norms"
     return Comparison(worst, 0.0, where)
 
 

@@ -1,0 +1,248 @@
+"""The ranks of one host that share memory: who they are, that they can, and how they are doing.
+
+`open_hosts` is called once by all ranks of the world. The first page of each arena is the *page* of its rank: whether it
+is well, what it waits for, and where the boards of its communicators lie (`shm`). Only the owner writes there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardwright.comm.arena import PAGE, Arena, ArenaHandle, Mapping, file_arena, memory_arena
+from shardwright.comm.waiting import Watch, store_fence, unsound_machine
+from shardwright.errors import RankError
+
+Exchange = Callable[[Any], list[Any]]
+"""Gathers one small picklable value of every rank of the world, in rank order."""
+
+# Words (int64) of a rank's page. Texts are a length and then bytes.
+_STATE, _CULPRIT, _ENTERED, _DOING, _REASON, _BOARDS = 0, 1, 2, 8, 64, 128
+_OPEN, _CLOSED, _FAILED = 0, 1, 2
+MAX_COMMS = PAGE // 8 - _BOARDS
+_NS = 1_000_000_000
+
+
+class Advancing(Protocol):
+    """What may have verbs in flight."""
+
+    def advance(self) -> bool:
+        """Move on without waiting; whether anything moved."""
+        ...
+
+
+class Page:
+    """What one rank tells about itself; ``words`` are the int64 of its arena."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self._words = mapping.words
+        self._bytes = memoryview(mapping.memory)
+
+    def entered(self) -> None:
+        """A verb begins."""
+        self._words[_ENTERED] = time.monotonic_ns()
+
+    @property
+    def doing(self) -> str:
+        """What the rank waits for; empty when it does not wait."""
+        return self._text(_DOING)
+
+    @doing.setter
+    def doing(self, text: str) -> None:
+        self._write(_DOING, text, _REASON)
+
+    def describe(self) -> str:
+        """Reads on after "rank 1 ": what it was last seen doing."""
+        entered = self._words[_ENTERED]
+        ago = f"{(time.monotonic_ns() - entered) / _NS:.1f} s ago" if entered else "never"
+        return f"waits in {self.doing}" if self.doing else f"does not wait for anybody (its last verb began {ago})"
+
+    def close(self) -> None:
+        """The rank will not take part any more."""
+        if self._words[_STATE] == _OPEN:
+            self._words[_STATE] = _CLOSED
+
+    def fail(self, culprit: int, reason: str) -> None:
+        """The rank has given up; ``culprit`` is the rank that is to blame (-1: unknown). The first reason stays."""
+        if self._words[_STATE] == _OPEN:
+            self._write(_REASON, reason, _BOARDS)
+            self._words[_CULPRIT] = culprit
+            self._words[_STATE] = _FAILED
+
+    @property
+    def failure(self) -> tuple[int, str] | None:
+        """(culprit, reason) if the rank has given up."""
+        return (self._words[_CULPRIT], self._text(_REASON)) if self._words[_STATE] == _FAILED else None
+
+    @property
+    def closed(self) -> bool:
+        return self._words[_STATE] == _CLOSED
+
+    def board(self, index: int) -> int:
+        """Where the board of communicator ``index`` lies, 0 if it is not there yet."""
+        return self._words[_BOARDS + index]
+
+    def set_board(self, index: int, offset: int) -> None:
+        assert index < MAX_COMMS, f"a rank has at most {MAX_COMMS} communicators in shared memory"
+        self._words[_BOARDS + index] = offset
+
+    def _text(self, word: int) -> str:
+        begin = (word + 1) * 8
+        return bytes(self._bytes[begin : begin + self._words[word]]).decode(errors="replace")
+
+    def _write(self, word: int, text: str, end: int) -> None:
+        data = text.encode()[: (end - word - 1) * 8]
+        self._bytes[(word + 1) * 8 : (word + 1) * 8 + len(data)] = data
+        self._words[word] = len(data)
+
+
+class ShmHost:
+    """This rank's arena and the mapped arenas of its host; shared by all communicators of this rank.
+
+    ``note`` says how the memory is held, for logs. Dropping the last reference, or `close`, frees everything but the
+    tensors still in use.
+    """
+
+    def __init__(self, rank: int, arena: Arena, peers: dict[int, Mapping], pids: dict[int, int], note: str) -> None:
+        self.rank, self.arena, self.note = rank, arena, note
+        self.mappings: dict[int, Mapping] = {**peers, rank: arena}
+        self.pages = {other: Page(mapping) for other, mapping in self.mappings.items()}
+        self.page = self.pages[rank]
+        self.watch = Watch(pids)
+        self.fence = store_fence()
+        self.comms: weakref.WeakSet[Advancing] = weakref.WeakSet()
+
+    def advance_others(self, comm: Advancing) -> bool:
+        """Move on what is in flight on the other communicators: a peer may wait for it before it comes to ``comm``."""
+        return any(other.advance() for other in tuple(self.comms) if other is not comm)
+
+    def check(self, ranks: Sequence[int], late: Sequence[int]) -> tuple[int, str] | None:
+        """(rank to blame, cause) if one of ``ranks`` has failed or ended, or one of the ``late`` has closed."""
+        for rank in ranks:
+            failure = self.pages[rank].failure
+            if failure is not None:
+                culprit, reason = failure
+                return culprit, f"rank {rank} gave up: {reason}"
+        dead = self.watch.dead(ranks)
+        if dead is not None and not (self.pages[dead].closed and dead not in late):
+            return dead, f"rank {dead} has ended (process {self.watch.pids[dead]} is gone)"
+        for rank in late:
+            if self.pages[rank].closed:
+                return rank, f"rank {rank} has closed its communicators"
+        return None
+
+    def fail(self, message: str, culprit: int) -> RankError:
+        """The error for ``message``, after telling the peers that this rank has given up."""
+        self.page.fail(culprit, message)
+        return RankError(f"rank {self.rank}: {message}", rank=culprit)
+
+    def close(self) -> None:
+        """Say goodbye, and drop the maps; idempotent."""
+        self.page.close()
+        self.watch.close()
+
+
+@dataclass
+class Hosts:
+    """Which ranks of the world share a host, why some cannot share memory, and this rank's own host if it can."""
+
+    keys: list[str]
+    problems: list[str | None]
+    own: ShmHost | None = None
+
+    def problem(self, ranks: Sequence[int]) -> str | None:
+        """Why ``ranks`` cannot share memory; None if they can. Every rank gives the same answer."""
+        first = ranks[0]
+        for rank in ranks:
+            if self.keys[rank] != self.keys[first]:
+                return f"ranks {first} and {rank} are on different hosts"
+        return next((self.problems[rank] for rank in ranks if self.problems[rank]), None)
+
+
+def open_hosts(rank: int, world_size: int, exchange: Exchange, ways: Sequence[str] = ("memfd", "file")) -> Hosts:
+    """Agree with all ranks of the world who shares memory with whom; collective. ``ways``: what to try, in this order."""
+    peers: list[tuple[str, int]] = exchange((_host_key(), os.getpid()))
+    keys = [key for key, _ in peers]
+    hosts = Hosts(keys, ["it was not tried"] * world_size)
+    here = [other for other in range(world_size) if keys[other] == keys[rank]]
+    reason = ""
+    for way in ways:
+        if not any(hosts.problems):
+            break
+        attempt = _Attempt(way, rank, world_size) if hosts.own is None else None
+        offers = exchange(attempt and attempt.offer)
+        if attempt is not None:
+            attempt.map(here, offers)
+        try:
+            verdicts: list[str | None] = exchange(attempt and attempt.problem)
+        finally:
+            if attempt is not None:
+                attempt.unlink()
+        failed = {keys[other]: verdict for other, verdict in reversed(list(enumerate(verdicts))) if verdict}
+        hosts.problems = [failed.get(key) for key in keys]
+        if attempt is not None and attempt.arena is not None and keys[rank] not in failed:
+            pids = {other: peers[other][1] for other in here if other != rank}
+            hosts.own = ShmHost(rank, attempt.arena, attempt.mappings, pids, _NOTES[way] + reason)
+        reason = f", because {hosts.problems[rank]}"
+    return hosts
+
+
+_NOTES = {"memfd": "shared memory without a name", "file": "shared memory in unlinked temporary files"}
+
+
+class _Attempt:
+    """One rank's try to share memory in one way: its own arena, the others' mappings, or why it did not work."""
+
+    def __init__(self, way: str, rank: int, world_size: int) -> None:
+        self.arena: Arena | None = None
+        self.offer: ArenaHandle | None = None
+        self.mappings: dict[int, Mapping] = {}
+        self.problem = unsound_machine()
+        self._rank = rank
+        self._path: str | None = None
+        if self.problem is not None:
+            return
+        try:
+            if way == "file":
+                self.arena, self._path = file_arena(world_size)
+            else:
+                self.arena = memory_arena(world_size)
+            assert self.arena.take(PAGE) == 0
+            self.offer = self.arena.handle(self._path)
+        except (OSError, RankError) as error:
+            self.problem = f"rank {rank} could not make it ({error})"
+
+    def map(self, ranks: Sequence[int], offers: Sequence[ArenaHandle | None]) -> None:
+        """Map the arenas of ``ranks``, unless one of them has none."""
+        for rank in ranks:
+            offer = offers[rank]
+            if self.problem is not None or offer is None:
+                return
+            if rank != self._rank:
+                try:
+                    self.mappings[rank] = Mapping.of_peer(offer)
+                except OSError as error:
+                    self.problem = f"rank {self._rank} could not open {offer.path} ({error.strerror or error})"
+
+    def unlink(self) -> None:
+        """Take the file's name away: from now on it ends with the last process that has mapped it."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+
+def _host_key() -> str:
+    """Equal for processes that see each other's ids: the host's boot and its name, and the name space of process ids."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)

@@ -1,0 +1,317 @@
+"""What one rank has in flight on one shared-memory communicator: verbs in order, and how they move on without threads.
+
+A verb's work is a generator that yields what it *needs*: a counter on its peers' boards that has to reach a value.
+`InFlight.advance` runs the oldest verb for as long as its needs are met; `complete` repeats that until a given work is
+done, standing still in between and looking after its peers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from shardwright.comm.base import Work
+from shardwright.comm.board import (
+    ANNOUNCED,
+    CHECK,
+    EXECUTED,
+    FIRST,
+    SECOND,
+    STEP,
+    VERBS,
+    Board,
+    num_words,
+)
+from shardwright.comm.host import ShmHost
+from shardwright.comm.waiting import Backoff
+from shardwright.errors import RankError
+
+UNREAD_BYTES = 256 << 20
+"""Starting a verb waits while peers have yet to read this much."""
+
+Need = tuple[int, int, Sequence[int]]
+"""Until the counter (a word of the board) has reached a value, on these members of the axis."""
+Steps = Generator[Need, None, None]
+
+
+class ShmWork(Work):
+    """A verb, a send or a receive under way."""
+
+    def __init__(self, flight: InFlight, what: str, name: str) -> None:
+        self.flight, self.what, self.name = flight, what, name
+        self.done = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    def wait(self) -> None:
+        if not self.done:
+            self.flight.complete(self)
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        if self.done:
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    def finish(self) -> None:
+        """The result is there."""
+        self.done = True
+        for callback in self._callbacks:
+            callback()
+
+    def late(self) -> Sequence[int]:
+        """The members of the axis that are waited for."""
+        return ()
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.name!r} over {self.flight.axis}"
+
+
+class Verb(ShmWork):
+    """The ``number``-th verb; ``record`` is the first word of its record on every board of the axis."""
+
+    def __init__(self, flight: InFlight, what: str, name: str, number: int) -> None:
+        super().__init__(flight, what, name)
+        self.number = number
+        self.record = flight.own.verb(number)
+        self.location = 0
+        self.blocks: list[tuple[int, int]] = []
+        self.need: Need = (ANNOUNCED, number, flight.others)
+        self.steps: Steps
+
+    @property
+    def direct(self) -> bool:
+        """Peers read this rank's own tensor, not a copy."""
+        return bool(self.location & 1)
+
+    def late(self) -> Sequence[int]:
+        word, value, members = self.need
+        return [member for member in members if self.flight.words[member][word] < value]
+
+
+class Mover(Protocol):
+    """What else moves on in a wait: the mailboxes."""
+
+    def advance(self) -> bool: ...
+
+
+class InFlight:
+    """The boards of an axis, this rank's verbs in flight and the arena blocks that its peers have yet to read."""
+
+    def __init__(self, axis: str, ranks: tuple[int, ...], host: ShmHost, index: int, timeout_s: float) -> None:
+        self.axis, self.ranks, self.host, self.timeout_s = axis, ranks, host, timeout_s
+        self.rank, size = ranks.index(host.rank), len(ranks)
+        self.others = tuple((self.rank + step) % size for step in range(1, size))
+        self.moved_bytes = 0
+        self.movers: list[Mover] = []
+        self._queue: deque[Verb] = deque()
+        self._unread: deque[tuple[int, int, int]] = deque()  # number of the verb, offset and bytes of a block
+        self._unread_bytes = 0
+        self._number = self._step = self._read_by_all = 0
+        offset = host.arena.take(num_words(size) * 8)
+        self.own = Board(host.arena, offset, size)
+        self.own.clear()
+        host.fence()
+        host.page.set_board(index, offset)
+        self.boards = [self.own if rank == host.rank else self._meet(rank, index) for rank in ranks]
+        self.words = [board.words for board in self.boards]
+        host.comms.add(self)
+
+    def _meet(self, rank: int, index: int) -> Board:
+        """The board of a peer, as soon as it is there."""
+        page, work, backoff = self.host.pages[rank], ShmWork(self, "setup", self.axis), Backoff()
+        while not page.board(index):
+            if backoff.pause() and backoff.due():
+                self._look(work, [self.ranks.index(rank)], backoff)
+        return Board(self.host.mappings[rank], page.board(index), len(self.ranks))
+
+    # -- moving on -------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; whether that was anything."""
+        moved = False
+        words = self.words
+        while self._queue:
+            verb = self._queue[0]
+            word, value, members = verb.need
+            for member in members:
+                if words[member][word] < value:
+                    break
+            else:
+                moved = True
+                self._run(verb)
+                continue
+            break
+        for mover in self.movers:
+            moved = mover.advance() or moved
+        return moved
+
+    def _run(self, verb: Verb) -> None:
+        """Let a verb, whose needs are met, do its work up to its next need."""
+        try:
+            verb.need = next(verb.steps)
+        except StopIteration:
+            self.executed(verb)
+            self._queue.popleft()
+            for offset, num_bytes in verb.blocks:
+                self._unread.append((verb.number, offset, num_bytes))
+                self._unread_bytes += num_bytes
+            verb.finish()
+        except BaseException as error:  # a verb that stops half-way would leave its peers waiting without a word
+            self.host.page.fail(getattr(error, "rank", self.host.rank), str(error) or type(error).__name__)
+            raise
+
+    def complete(self, work: ShmWork) -> None:
+        """Return when ``work`` is done."""
+        self._refuse_after_failure()
+        if self.advance() and work.done:
+            return
+        self._stand_still(work, lambda: work.done)
+
+    def _refuse_after_failure(self) -> None:
+        failure = self.host.page.failure
+        if failure is not None:
+            raise RankError(f"rank {self.host.rank} has given up already: {failure[1]}", rank=failure[0])
+
+    def _stand_still(self, work: ShmWork, over: Callable[[], bool]) -> None:
+        """Move on what can be moved until it is ``over``; ``work`` is what the caller waits for."""
+        backoff, page, told = Backoff(), self.host.page, False
+        try:
+            while not over():
+                if self.advance():
+                    backoff.restart()
+                elif backoff.pause():
+                    if not told:
+                        page.doing, told = str(work), True
+                    if self.host.advance_others(self):
+                        backoff.restart()
+                    elif backoff.due():
+                        self._look(work, work.late(), backoff)
+        finally:
+            if told:
+                page.doing = ""
+
+    def _look(self, work: ShmWork, late: Sequence[int], backoff: Backoff) -> None:
+        """Raise `RankError` if a peer has ended or given up, or if the time is up."""
+        late_ranks = [self.ranks[member] for member in late]
+        found = self.host.check([rank for rank in self.ranks if rank != self.host.rank], late_ranks)
+        if found is not None:
+            if not self.advance():  # it may have done its part before it ended
+                culprit, cause = found
+                raise self.host.fail(f"{work}: {cause}", culprit)
+        elif backoff.seconds > self.timeout_s:
+            waited = f"timed out after {self.timeout_s:g} s"
+            seen = "; ".join(f"rank {rank} {self.host.pages[rank].describe()}" for rank in late_ranks)
+            error = self.host.fail(f"{work} {waited}: {seen}", late_ranks[0] if len(late_ranks) == 1 else -1)
+            raise error from TimeoutError(waited)
+
+    # -- verbs -----------------------------------------------------------------------------------------
+
+    def begin(self, what: str, name: str) -> Verb:
+        """The next verb; waits if too much is in flight."""
+        self._refuse_after_failure()
+        self._number += 1
+        verb = Verb(self, what, name, self._number)
+        if not self._room():
+            verb.need = (EXECUTED, self._number - 1, self.others)
+            self._stand_still(verb, self._room)
+            verb.need = (ANNOUNCED, self._number, self.others)
+        return verb
+
+    def _room(self) -> bool:
+        """Take back the blocks that all peers have read; whether one more verb may be in flight."""
+        self._read_by_all = min(words[EXECUTED] for words in self.words)
+        while self._unread and self._unread[0][0] <= self._read_by_all:
+            _, offset, num_bytes = self._unread.popleft()
+            self._unread_bytes -= num_bytes
+            self.host.arena.give(offset, num_bytes)
+        return self._unread_bytes <= UNREAD_BYTES and self._number - self._read_by_all < VERBS
+
+    def announce(self, verb: Verb, check: int, steps: Steps, extra: int = 0, table: Sequence[int] = ()) -> Verb:
+        """Show a verb to the peers; ``steps`` is its work once they have announced theirs."""
+        verb.steps = steps
+        self.own.write(verb.record, check, verb.name, verb.location, extra, table)
+        self.host.page.entered()
+        self.host.fence()
+        self.own.words[ANNOUNCED] = verb.number
+        self._queue.append(verb)
+        return verb
+
+    def check(self, verb: Verb, members: Sequence[int]) -> None:
+        """Raise if one of ``members`` has called something else in its place."""
+        word = verb.record + CHECK
+        mine = self.own.words[word]
+        for member in members:
+            if self.words[member][word] != mine:
+                raise self.mismatch(verb, member)
+
+    def mismatch(self, verb: Verb, member: int, why: str = "") -> RankError:
+        """The error for a peer that calls something else: it names both calls."""
+        mine, other = (board.describe(verb.record) for board in (self.own, self.boards[member]))
+        return self.host.fail(
+            f"verb {verb.number} over {self.axis} is {mine} on rank {self.host.rank} but {other} on rank "
+            f"{self.ranks[member]}{why}; all ranks of an axis must call the same verbs, with fitting sizes, in one order",
+            -1,
+        )
+
+    def step(self) -> Need:
+        """Show that a piece is done; what to yield before the next."""
+        self._step += 1
+        self.host.fence()
+        self.own.words[STEP] = self._step
+        return STEP, self._step, self.others
+
+    def executed(self, verb: Verb) -> None:
+        """Show that this rank reads nothing more for ``verb``."""
+        self.own.words[EXECUTED] = verb.number
+
+    def released(self, verb: Verb) -> Steps:
+        """The last step: the caller may change its tensor when no peer reads it any more."""
+        if verb.direct:
+            self.executed(verb)
+            yield EXECUTED, verb.number, self.others
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def direct(self, tensor: Tensor) -> int:
+        """The location of a tensor that lies in the arena and is worth reading in place, else 0."""
+        offset = self.host.arena.offset_of(tensor)
+        return 0 if offset is None else offset << 1 | 1
+
+    def block(self, verb: Verb, piece: int, like: Tensor, count: int) -> Tensor:
+        """This rank's block for ``count`` elements of a piece of ``verb``: two blocks take turns."""
+        num_bytes = count * like.element_size()
+        if piece == len(verb.blocks) < 2:
+            verb.blocks.append((self.host.arena.take(num_bytes), num_bytes))
+        offset = verb.blocks[piece & 1][0]
+        if piece == 0:
+            verb.location = offset << 1
+        elif piece == 1:
+            self.own.words[verb.record + SECOND] = offset << 1
+        return self.host.arena.view(offset, count, like.dtype)
+
+    def part(self, member: int, verb: Verb, piece: int, like: Tensor, count: int, whole: int, block: int = 0) -> Tensor:
+        """``count`` elements of a member's tensor, in the arena: in the tensor itself, where they begin at element
+        ``whole``, or in the block that holds the piece, where they begin at element ``block``.
+        """
+        words, record, item = self.words[member], verb.record, like.element_size()
+        location = words[record + FIRST]
+        if location & 1:
+            offset = (location >> 1) + whole * item
+        else:
+            offset = ((words[record + SECOND] if piece & 1 else location) >> 1) + block * item
+        return self.boards[member].mapping.view(offset, count, like.dtype)
+
+    def is_direct(self, member: int, verb: Verb) -> bool:
+        """Whether a member's own tensor is read, and not a copy."""
+        return bool(self.words[member][verb.record + FIRST] & 1)
+
+    def all_direct(self, verb: Verb) -> bool:
+        """No rank's tensor goes through copies, so there is one piece."""
+        return all(self.is_direct(member, verb) for member in range(len(self.ranks)))
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+        self.moved_bytes += 2 * target.nbytes

@@ -1,0 +1,110 @@
+"""A run that is killed or asked to stop, as a program of its own, and what ``--resume auto`` makes of it afterwards."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from e2e.kit import TINY, Outcome, finish, program, read_jsonl, sets, shardwright
+
+STEPS, SAVE_EVERY = 14, 4
+LAYOUT = "dp=2,micro_batch=4,microbatches=4"
+
+
+@pytest.fixture(scope="module")
+def changes(short: dict[str, Any]) -> dict[str, Any]:
+    """Steps of some 100 ms, so that a run can be met in the middle of one."""
+    return {**short, "train__steps": STEPS, "train__save_every": SAVE_EVERY, "train__keep_last": 9, "data__seq_len": 64}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    shardwright("train", TINY, "--layout", LAYOUT, "--json", *sets(**changes, train__run_dir=folder)).json()
+    return folder
+
+
+def start(changes: dict[str, Any]) -> list[str]:
+    return ["-m", "shardwright", "train", TINY, "--layout", LAYOUT, *sets(**changes, train__run_dir="run")]
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int, limit: float = 60.0) -> None:
+    """Until ``step`` has been written and a later one is being computed."""
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + limit
+    while not metrics.is_file() or metrics.read_bytes().count(b"\n") < step:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.005)
+    time.sleep(0.02)
+
+
+def processes_of(process: subprocess.Popen[str]) -> tuple[list[psutil.Process], list[psutil.Process]]:
+    """(ranks in their order, all other processes) that a run has started."""
+    every = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child for child in every if "forkserver" in " ".join(psutil.Process(child.ppid()).cmdline())]
+    return sorted(ranks, key=lambda rank: rank.pid), [child for child in every if child not in ranks]
+
+
+def continues_as_if_nothing_had_happened(run: Path, uninterrupted: Path, *, resumed_at: int) -> None:
+    """Resume, and compare every step and the last checkpoint with the undisturbed run, bit for bit."""
+    outcome = shardwright("train", str(run / "config.toml"), "--resume", "auto", *sets(train__run_dir=run))
+    assert (outcome.code, outcome.err) == (0, "")
+    assert f"resumed from step-{resumed_at}: step {resumed_at}, {resumed_at * 32} samples read" in outcome.out
+    ours, theirs = read_jsonl(run / "metrics.jsonl"), read_jsonl(uninterrupted / "metrics.jsonl")
+    for name in ("step", "loss", "grad_norm", "lr", "tokens"):
+        assert [record[name] for record in ours] == [record[name] for record in theirs], name
+    assert (ours[-1]["valid_loss"], ours[-1]["step"]) == (theirs[-1]["valid_loss"], STEPS)
+    for name in ("model.safetensors", "state/exp_avg.safetensors", "state/exp_avg_sq.safetensors"):
+        last = Path("checkpoints", f"step-{STEPS}", name)
+        assert (run / last).read_bytes() == (uninterrupted / last).read_bytes(), name
+
+
+def test_killing_a_rank_ends_the_run_which_then_continues(
+    changes: dict[str, Any], tmp_path: Path, uninterrupted: Path
+) -> None:
+    run = tmp_path / "run"
+    with program(start(changes), tmp_path) as process:
+        wait_for_step(process, run, SAVE_EVERY + 2)
+        ranks, others = processes_of(process)
+        assert len(ranks) == 2
+        killed_at = time.monotonic()
+        ranks[1].kill()
+        outcome = finish(process)
+        assert time.monotonic() - killed_at < 15
+        assert outcome.code == 3
+        assert outcome.err.startswith("error: rank 1 was killed by SIGKILL (out of memory, or killed by hand)")
+        assert "Traceback" not in outcome.err
+        _, alive = psutil.wait_procs([*ranks, *others], timeout=5)
+        assert alive == []
+    assert len(read_jsonl(run / "metrics.jsonl")) < STEPS
+    continues_as_if_nothing_had_happened(run, uninterrupted, resumed_at=SAVE_EVERY)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_continue(
+    changes: dict[str, Any], tmp_path: Path, uninterrupted: Path, signum: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    with program(start(changes), tmp_path) as process:
+        wait_for_step(process, run, 2)
+        process.send_signal(signum)
+        outcome = finish(process)
+    assert (outcome.code, outcome.err) == (0, "")
+    step = stopped_at(outcome)
+    assert 3 <= step < STEPS
+    assert "shardwright train run/config.toml --resume auto" in outcome.out.splitlines()
+    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == list(range(1, step + 1))
+    continues_as_if_nothing_had_happened(run, uninterrupted, resumed_at=step)
+
+
+def stopped_at(outcome: Outcome) -> int:
+    found = re.search(r"stopped after step (\d+) and saved; continue with", outcome.out)
+    assert found is not None, outcome
+    return int(found[1])

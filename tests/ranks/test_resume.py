@@ -1,0 +1,336 @@
+"""Runs that stop and go on: resumed bit for bit, at another size, after a killed or a failing rank, after a signal."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ranks.kit import FaultPlan, preload, run_ranks
+from shardwright.checkpoint.io import CheckpointState, load_checkpoint
+from shardwright.checkpoint.manifest import named_steps
+from shardwright.comm.mesh import Mesh
+from shardwright.core.run_config import RunConfig
+from shardwright.core.specs import parameter_specs
+from shardwright.errors import ConfigError, RankError
+from shardwright.launch import RankEnv, run_local_ranks
+from shardwright.parallel.hooks import AllReduce
+from shardwright.train.data import TrainSampler
+from shardwright.train.loop import RunOptions, check_same_config, open_split, prepare_run, run_rank
+from shardwright.train.metrics import read_metrics
+from shardwright.train.prepare import PreparedData
+from shardwright.train.step import Trainer
+
+STEPS = 10
+LAYOUT = "dp=2,microbatches=2,micro_batch=2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text so short that ten steps read it more than twice."""
+    folder = tmp_path_factory.mktemp("resume")
+    rng = random.Random(3)
+    words = [rng.choice("bdfgklmnprst") + rng.choice("aeiou") + rng.choice("lmnrst") for _ in range(80)]
+    documents = [" ".join(rng.choices(words, k=rng.choice((3, 8, 30)))) for _ in range(42)]
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return folder
+
+
+def make_config(folder: Path, run: str, layout: str = LAYOUT, **changes: Any) -> RunConfig:
+    table: dict[str, Any] = {
+        "model": {
+            "vocab_size": 320, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48,
+            "max_positions": 64, "dropout": 0.1,
+        },
+        "data": {"sources": str(folder / "documents.jsonl"), "seq_len": 32, "cache": str(folder / "datasets")},
+        "optim": {"lr": 0.01, "warmup_steps": 3},
+        "train": {"steps": STEPS, "threads": 1, "run_dir": str(folder / run), "peak_tflops": 1.0} | changes,
+    }  # fmt: skip
+    return RunConfig.of(table, (), layout)
+
+
+@dataclass
+class Plan:
+    """What a rank shall do in its run beside training: faults, and functions of this module to call first."""
+
+    faults: FaultPlan = field(default_factory=FaultPlan)
+    prepare: Callable[..., None] | None = None
+    arguments: tuple[Any, ...] = ()
+
+
+def planned_rank(
+    env: RankEnv, config: RunConfig, data: PreparedData, options: RunOptions, plan: Plan
+) -> dict[str, Any]:
+    plan.faults.on(env).wrap(AllReduce, "start", "reduce")
+    if plan.prepare is not None:
+        plan.prepare(env, *plan.arguments)
+    return run_rank(env, config, data, options)
+
+
+def run(config: RunConfig, resume: str = "none", plan: Plan | None = None) -> list[dict[str, Any]]:
+    """The summaries of all ranks of a run."""
+    options = RunOptions(resume=resume)
+    data = prepare_run(config, options)
+    return run_local_ranks(
+        planned_rank,
+        config.layout.world_size,
+        (config, data, options, plan or Plan()),
+        threads_per_rank=1,
+        timeout_s=30.0,
+        time_limit_s=60.0,
+        grace_s=1.0,
+        preload=preload(),
+    )
+
+
+def losses(config: RunConfig) -> list[float]:
+    """The losses of all steps that the run folder tells of."""
+    records = read_metrics(config.train.run_dir)
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record["loss"] for record in records]
+
+
+def checkpoints(config: RunConfig) -> list[int]:
+    return list(named_steps(Path(config.train.run_dir) / "checkpoints"))
+
+
+def load(config: RunConfig, step: int = STEPS) -> CheckpointState:
+    path = Path(config.train.run_dir) / "checkpoints" / f"step-{step}"
+    return load_checkpoint(path, parameter_specs(config.model))
+
+
+def assert_same_state(first: CheckpointState, second: CheckpointState) -> None:
+    assert (first.step, first.samples, first.extra["optimizer_steps"]) == (
+        second.step,
+        second.samples,
+        second.extra["optimizer_steps"],
+    )
+    for mine, other in (
+        (first.weights, second.weights),
+        *zip(first.optimizer.values(), second.optimizer.values(), strict=True),
+    ):
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in mine.items())
+
+
+def stop_in_step(env: RankEnv, step: int, rank: int) -> None:
+    """Have ``rank`` ask for a stop in its 0-based step ``step``, as its signal handler does."""
+    original = Trainer.step
+
+    def step_and_ask(self: Trainer, batches: Any, number: int) -> Any:
+        self.stop_requested = number == step and env.rank == rank
+        return original(self, batches, number)
+
+    Trainer.step = step_and_ask  # type: ignore[method-assign]
+
+
+# ------------------------------------------------------------------------------------------ resume
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> RunConfig:
+    """A run of ten steps without a break."""
+    config = make_config(folder, "whole")
+    summaries = run(config)
+    assert [summary["steps"] for summary in summaries] == [STEPS, STEPS]
+    assert not any(summary["stopped"] for summary in summaries)
+    return config
+
+
+@pytest.fixture(scope="module")
+def halved(folder: Path) -> RunConfig:
+    """The same run, stopped after five steps by its last rank."""
+    config = make_config(folder, "halved")
+    summaries = run(config, plan=Plan(prepare=stop_in_step, arguments=(4, 1)))
+    assert [(summary["steps"], summary["stopped"]) for summary in summaries] == [(5, True), (5, True)]
+    assert checkpoints(config) == [5]
+    return config
+
+
+def copied(config: RunConfig, folder: Path, run_name: str, layout: str = LAYOUT) -> RunConfig:
+    """Another run folder with the checkpoints and metrics of ``config``'s."""
+    source, target = Path(config.train.run_dir), folder / run_name
+    for path in sorted(source.rglob("*")):
+        if path.is_file() and "tensorboard" not in path.parts:
+            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            (target / path.relative_to(source)).write_bytes(path.read_bytes())
+    return make_config(folder, run_name, layout)
+
+
+def test_a_resumed_run_continues_bit_for_bit_in_its_second_epoch(
+    folder: Path, whole: RunConfig, halved: RunConfig
+) -> None:
+    config = copied(halved, folder, "resumed")
+    data = prepare_run(config, RunOptions(resume="auto"))
+    num_windows = open_split(config, data, "train").datasets[0].num_windows
+    assert num_windows < 5 * config.layout.global_batch < 2 * num_windows
+    run(config, resume="auto")
+    assert losses(config) == losses(whole)
+    assert_same_state(load(config), load(whole))
+
+
+def test_a_run_resumed_on_one_rank_reads_the_same_samples(folder: Path, whole: RunConfig, halved: RunConfig) -> None:
+    config = copied(halved, folder, "resumed-on-one", "dp=1,microbatches=2,micro_batch=4")
+    assert config.layout.global_batch == whole.layout.global_batch
+    run(config, resume=str(Path(config.train.run_dir) / "checkpoints" / "step-5"))
+    assert losses(config)[:5] == losses(whole)[:5]
+    assert losses(config) == pytest.approx(losses(whole), rel=1e-6)
+    assert load(config).samples == STEPS * whole.layout.global_batch
+
+
+def test_bf16_continues_bit_for_bit_too(folder: Path) -> None:
+    """Weights are saved in bf16, so the fp32 masters must come back as they were."""
+    layout = "dp=2,micro_batch=2,precision=bf16,recompute=full"
+    whole, halves = (make_config(folder, name, layout, steps=4) for name in ("bf16-whole", "bf16-halves"))
+    run(whole)
+    run(halves, plan=Plan(prepare=stop_in_step, arguments=(1, 0)))
+    assert checkpoints(halves) == [2]
+    run(halves, resume="auto")
+    assert losses(halves) == losses(whole)
+    assert_same_state(load(halves, 4), load(whole, 4))
+
+
+# ------------------------------------------------------------------------------------------ a rank is lost
+
+
+def test_after_a_kill_in_mid_step_a_resumed_run_has_the_losses_of_one_without(folder: Path, whole: RunConfig) -> None:
+    config = make_config(folder, "killed", save_every=2)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL") as caught:
+        run(config, plan=Plan(FaultPlan(kill={"reduce": 6}, ranks=[1])))
+    assert caught.value.rank == 1 and time.monotonic() - start < 15
+    assert checkpoints(config) == [4, 6]
+    run(config, resume="auto")
+    assert losses(config) == losses(whole)
+    assert_same_state(load(config), load(whole))
+
+
+def break_call(env: RankEnv, place: str, call: int) -> None:
+    """Make the ``call``-th call (0-based) of ``module:name`` raise on the last rank, or the one that saves."""
+    module, _, path = place.partition(":")
+    *owners, attribute = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    original, calls = getattr(owner, attribute), iter(range(1 << 30))
+
+    @functools.wraps(original)
+    def maybe(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call and (env.rank == env.world_size - 1 or attribute == "save_checkpoint"):
+            raise ZeroDivisionError(f"broken {attribute}")
+        return original(*args, **kwargs)
+
+    setattr(owner, attribute, maybe)
+
+
+@pytest.mark.parametrize(
+    ("place", "call", "rank"),
+    [
+        ("shardwright.model.transformer:Head.forward", 5, 1),
+        ("shardwright.ops.gradients:GradSlot.add", 25, 1),
+        ("shardwright.train.optim:FlatOptimizer.step", 2, 1),
+        ("shardwright.train.data:TrainSampler.batches", 2, 1),
+        ("shardwright.train.loop:save_checkpoint", 2, 0),
+    ],
+    ids=["forward", "backward", "optimizer", "data", "save"],
+)
+def test_a_rank_that_raises_in_its_third_step_ends_all_and_is_named(
+    place: str, call: int, rank: int, folder: Path
+) -> None:
+    attribute = place.rpartition(".")[2].rpartition(":")[2]
+    config = make_config(folder, f"broken-{place.rpartition(':')[2]}", save_every=1)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=rf"^rank {rank} failed: ZeroDivisionError: broken {attribute}") as caught:
+        run(config, plan=Plan(prepare=break_call, arguments=(place, call)))
+    assert caught.value.rank == rank and time.monotonic() - start < 15
+    assert checkpoints(config) == [1, 2]  # two steps were done, and no torn checkpoint is left
+    assert len(losses(config)) == (3 if attribute == "save_checkpoint" else 2)
+
+
+# ------------------------------------------------------------------------------------------ signals
+
+
+def signal_in_step(env: RankEnv, step: int, delays: dict[int, float]) -> None:
+    """SIGTERM to this rank so many seconds after it begins its 0-based step ``step``."""
+    original = Trainer.step
+
+    def step_and_signal(self: Trainer, batches: Any, number: int) -> Any:
+        if number == step and env.rank in delays:
+            threading.Timer(delays[env.rank], os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return original(self, batches, number)
+
+    Trainer.step = step_and_signal  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "delays", [{1: 0.0}, {0: 0.2, 1: 0.0, 2: 0.13, 3: 0.07}], ids=["one rank only", "all, one after another"]
+)
+def test_a_signal_stops_all_ranks_after_the_same_step_with_one_checkpoint(
+    delays: dict[int, float], folder: Path
+) -> None:
+    config = make_config(folder, f"signal-{len(delays)}", "dp=4", steps=5000)
+    summaries = run(config, plan=Plan(prepare=signal_in_step, arguments=(3, delays)))
+    (steps,) = {summary["steps"] for summary in summaries}
+    assert all(summary["stopped"] for summary in summaries) and 4 <= steps < 5000
+    assert checkpoints(config) == [steps] and len(losses(config)) == steps
+
+
+# ------------------------------------------------------------------------------------------ other configurations
+
+
+def compare_configs(env: RankEnv, pairs: list[tuple[RunConfig, RunConfig]]) -> list[str]:
+    messages = []
+    for pair in pairs:
+        mesh = Mesh.distributed(pair[0].layout, env.rank)
+        try:
+            check_same_config(pair[env.rank], mesh.world)
+            messages.append("same")
+        except ConfigError as error:
+            messages.append(str(error))
+    return messages
+
+
+def with_another_seed(env: RankEnv, config: RunConfig, data: PreparedData, options: RunOptions) -> dict[str, Any]:
+    train = config.train.model_copy(update={"seed": env.rank})
+    return run_rank(env, config.model_copy(update={"train": train}), data, options)
+
+
+def test_a_rank_with_another_configuration_is_refused_with_both_values(folder: Path) -> None:
+    config = make_config(folder, "configs")
+    others = [
+        config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 0.5})}),
+        config.model_copy(update={"layout": config.layout.with_(micro_batch=3, microbatches=1)}),
+        config.model_copy(update={"model": config.model.model_copy(update={"dropout": 0.0})}),
+        config,
+    ]
+    first, second = run_ranks(compare_configs, 2, [(config, other) for other in others])
+    assert first == second
+    assert first[0].startswith("rank 1 was started with optim.lr=0.5 but rank 0 with optim.lr=0.01")
+    assert "rank 1 was started with layout='dp=2,micro_batch=3' but rank 0 with layout=" in first[1]
+    assert "model.dropout=0.0 but rank 0 with model.dropout=0.1" in first[2]
+    assert first[3] == "same"
+
+    with pytest.raises(ConfigError, match=r"rank 1 was started with train\.seed=1 but rank 0 with train\.seed=0"):
+        options = RunOptions()
+        run_local_ranks(
+            with_another_seed, 2, (config, prepare_run(config, options), options), threads_per_rank=1, preload=preload()
+        )
+    assert not Path(config.train.run_dir).exists()  # refused before anything was written
+
+
+def test_samples_go_on_where_the_checkpoint_says_though_the_batch_changed(folder: Path) -> None:
+    """CK-21: five steps of batch 4, then batch 8: the next sample is 20."""
+    config = make_config(folder, "samples", "dp=1")
+    blend = open_split(config, prepare_run(config, RunOptions()), "train")
+    assert TrainSampler(blend, 4, 1, 1, 0).first_sample(5) == 20
+    assert list(TrainSampler(blend, 4, 1, 2, 1, 5, 20).sample_ids(5, 0)) == [24, 25, 26, 27]
