@@ -9,6 +9,7 @@ import shutil
 import socket
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -112,6 +113,12 @@ def test_text_of_which_nothing_is_held_out_trains_without_evaluation(tmp_path: P
     summary = shardwright("train", TINY, "--json", *changes).json()
     assert (summary["valid_loss"], summary["bits_per_byte"]) == (None, None)
     assert (tmp_path / "run" / "checkpoints" / "step-2" / "manifest.json").is_file()
+
+
+def test_ctrl_c_before_the_first_step_is_no_traceback(tmp_path: Path, short: dict[str, Any]) -> None:
+    with mock.patch("shardwright.train.loop.prepare_data", side_effect=KeyboardInterrupt):
+        outcome = shardwright("train", TINY, *sets(**short, train__run_dir=tmp_path / "run"))
+    assert outcome == Outcome(130, "", "interrupted\n")
 
 
 def test_under_torchrun_one_rank_speaks_for_all(tmp_path: Path, short: dict[str, Any], trained: TrainedRun) -> None:

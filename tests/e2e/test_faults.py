@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -12,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from e2e.conftest import TrainedRun
 from e2e.kit import TINY, Outcome, finish, program, read_jsonl, sets, shardwright
 
 STEPS, SAVE_EVERY = 14, 4
@@ -91,20 +94,53 @@ def test_killing_a_rank_ends_the_run_which_then_continues(
 def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_continue(
     changes: dict[str, Any], tmp_path: Path, uninterrupted: Path, signum: signal.Signals
 ) -> None:
-    run = tmp_path / "run"
-    with program(start(changes), tmp_path) as process:
+    run, as_json = tmp_path / "run", signum == signal.SIGINT
+    with program([*start(changes), *(["--json"] if as_json else [])], tmp_path) as process:
         wait_for_step(process, run, 2)
         process.send_signal(signum)
         outcome = finish(process)
     assert (outcome.code, outcome.err) == (0, "")
-    step = stopped_at(outcome)
-    assert 3 <= step < STEPS
-    assert "shardwright train run/config.toml --resume auto" in outcome.out.splitlines()
+    if as_json:
+        step, stopped = outcome.json()["steps"], outcome.json()["stopped"]
+    else:
+        found = re.search(r"stopped after step (\d+) and saved; continue with", outcome.out)
+        step, stopped = int(found[1]) if found else 0, found is not None
+        assert "shardwright train run/config.toml --resume auto" in outcome.out.splitlines()
+    assert stopped and 3 <= step < STEPS
     assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == list(range(1, step + 1))
     continues_as_if_nothing_had_happened(run, uninterrupted, resumed_at=step)
 
 
-def stopped_at(outcome: Outcome) -> int:
-    found = re.search(r"stopped after step (\d+) and saved; continue with", outcome.out)
-    assert found is not None, outcome
-    return int(found[1])
+def test_a_run_killed_in_its_first_save_starts_again(tmp_path: Path, trained: TrainedRun) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-10.partial").mkdir(parents=True)
+    (run / "checkpoints" / "step-10.partial" / "model.safetensors").write_bytes(b"half of it")
+    lines = (trained.folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:10]) + lines[10][:30])  # the last line is torn as well
+    outcome = resumed(run, trained)
+    assert "step-10.partial is skipped: its save was interrupted" in outcome.out
+    assert losses(run) == losses(trained.folder)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-10", "step-20"]
+
+
+def test_a_truncated_checkpoint_is_passed_over_for_an_older_one(tmp_path: Path, trained: TrainedRun) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained.folder, run)
+    last = Path("checkpoints", "step-20", "model.safetensors")
+    os.truncate(run / last, 1000)
+    outcome = resumed(run, trained)
+    assert re.search(r"step-20 is skipped: .*model\.safetensors has 1000 bytes instead of \d+", outcome.out)
+    assert "resumed from step-10: step 10, 40 samples read" in outcome.out
+    assert losses(run) == losses(trained.folder)
+    assert (run / last).read_bytes() == (trained.folder / last).read_bytes()
+
+
+def resumed(run: Path, trained: TrainedRun) -> Outcome:
+    """The trained run's command once more, in the folder ``run``, with ``--resume auto``."""
+    outcome = shardwright("train", str(trained.folder / "config.toml"), "--resume", "auto", *sets(train__run_dir=run))
+    assert (outcome.code, outcome.err) == (0, "")
+    return outcome
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in read_jsonl(run / "metrics.jsonl")]

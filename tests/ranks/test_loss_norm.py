@@ -340,7 +340,7 @@ def on_four_ranks(env: RankEnv, prefix: str) -> dict[str, Any]:
         "gradients": values,
         "parameters": moved,
         "rates": [result.lr for result in results],
-        "differences": predict_step(config.model, config.layout).differences(results[0].ledger),
+        "differences": predict_step(config.model, config.layout, config.data.seq_len).differences(results[0].ledger),
         "sizes": [bucket.plan.numel for bucket in trainer.buckets.buckets],
         "evaluated": evaluator.evaluate(sampler),
     }

@@ -14,7 +14,6 @@ from shardwright.comm.mesh import Mesh
 from shardwright.core.run_config import RunConfig
 from shardwright.launch import RankEnv
 from shardwright.model.transformer import Transformer
-from shardwright.plan.collectives import predict_step
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.step import Trainer
 from shardwright.verify.mutate import MUTATIONS
@@ -154,8 +153,7 @@ def reference(config: RunConfig, data: PreparedData) -> Trace:
 
 
 def verification(config: RunConfig, data: PreparedData, found: list[Trace]) -> Verification:
-    predicted = predict_step(config.model, config.layout, config.train.freeze)
-    return compare(config, found, reference(config, data), predicted, dry_step(config))
+    return compare(config, found, reference(config, data), dry_step(config))
 
 
 # ------------------------------------------------------------------------------------------ equal to one process

@@ -64,7 +64,7 @@ def test_kv_bytes_of_a_long_context(examples: dict[str, Any]) -> None:
 def test_traffic_of_stage_0(examples: dict[str, Any], num_ranks: int) -> None:
     assert examples["zero_traffic"]["stage0"] == "2*(N-1)/N*P (all-reduce)"
     model = preset("tiny")
-    ledger = predict_step(model, Layout(dp=num_ranks))
+    ledger = predict_step(model, Layout(dp=num_ranks), 64)
     sent = sum(entry.bytes for entry in ledger.entries.values() if entry.phase == "reduce")
     parameter_bytes = 4 * model.num_parameters()
     assert parameter_bytes % num_ranks == 0

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwright.comm.arena import PAGE, Arena, ArenaHandle, Mapping, file_arena, memory_arena
-from shardwright.comm.waiting import Watch, store_fence, unsound_machine
+from shardwright.comm.waiting import Bell, Watch, store_fence, unsound_machine
 from shardwright.errors import RankError
 
 Exchange = Callable[[Any], list[Any]]
 """Gathers one small picklable value of every rank of the world, in rank order."""
 
 # Words (int64) of a rank's page. Texts are a length and then bytes.
-_STATE, _CULPRIT, _ENTERED, _DOING, _REASON, _BOARDS = 0, 1, 2, 8, 64, 128
+_STATE, _CULPRIT, _ENTERED, _BELL, _SLEEPS, _DOING, _REASON, _BOARDS = 0, 1, 2, 3, 4, 8, 64, 128
 _OPEN, _CLOSED, _FAILED = 0, 1, 2
 MAX_COMMS = PAGE // 8 - _BOARDS
 _NS = 1_000_000_000
@@ -44,6 +44,7 @@ class Page:
     def __init__(self, mapping: Mapping) -> None:
         self._words = mapping.words
         self._bytes = memoryview(mapping.memory)
+        self.bell_address = mapping.address + _BELL * 8
 
     def entered(self) -> None:
         """A verb begins."""
@@ -85,6 +86,26 @@ class Page:
     def closed(self) -> bool:
         return self._words[_STATE] == _CLOSED
 
+    # Sleeping: the sleeper says on whom, looks again, and sleeps; the other counts, looks who sleeps, and rings. With a
+    # fence between the first two of each, one of the two sees the other.
+
+    @property
+    def bell(self) -> int:
+        """How often the rank has rung."""
+        return self._words[_BELL]
+
+    def count_bell(self) -> int:
+        """The owner is about to ring; the address to ring at."""
+        self._words[_BELL] += 1
+        return self.bell_address
+
+    def sleeps_on(self, rank: int) -> bool:
+        return self._words[_SLEEPS] == rank + 1
+
+    def sleep_on(self, rank: int) -> None:
+        """The owner is about to sleep until ``rank`` rings; -1: it is awake."""
+        self._words[_SLEEPS] = rank + 1
+
     def board(self, index: int) -> int:
         """Where the board of communicator ``index`` lies, 0 if it is not there yet."""
         return self._words[_BOARDS + index]
@@ -117,11 +138,32 @@ class ShmHost:
         self.page = self.pages[rank]
         self.watch = Watch(pids)
         self.fence = store_fence()
+        self._bell = Bell()
         self.comms: weakref.WeakSet[Advancing] = weakref.WeakSet()
 
     def advance_others(self, comm: Advancing) -> bool:
         """Move on what is in flight on the other communicators: a peer may wait for it before it comes to ``comm``."""
         return any(other.advance() for other in tuple(self.comms) if other is not comm)
+
+    def wake(self, ranks: Sequence[int]) -> None:
+        """Call after this rank has counted on a board: wakes those of ``ranks`` that sleep on it."""
+        self.fence()
+        for rank in ranks:
+            if self.pages[rank].sleeps_on(self.rank):
+                self._bell.ring(self.page.count_bell())
+                return
+
+    def sleep(self, rank: int, seconds: float, over: Callable[[], bool]) -> None:
+        """Sleep until ``rank`` rings, at most ``seconds``; not at all if it is ``over``."""
+        page = self.pages[rank]
+        rung = page.bell
+        self.page.sleep_on(rank)
+        self.fence()
+        try:
+            if not over():
+                self._bell.sleep(page.bell_address, rung, seconds)
+        finally:
+            self.page.sleep_on(-1)
 
     def check(self, ranks: Sequence[int], late: Sequence[int]) -> tuple[int, str] | None:
         """(rank to blame, cause) if one of ``ranks`` has failed or ended, or one of the ``late`` has closed."""

@@ -7,6 +7,7 @@ done, standing still in between and looking after its peers.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
@@ -104,6 +105,7 @@ class InFlight:
         self.axis, self.ranks, self.host, self.timeout_s = axis, ranks, host, timeout_s
         self.rank, size = ranks.index(host.rank), len(ranks)
         self.others = tuple((self.rank + step) % size for step in range(1, size))
+        self._peers = [rank for rank in ranks if rank != host.rank]
         self.moved_bytes = 0
         self.movers: list[Mover] = []
         self._queue: deque[Verb] = deque()
@@ -123,8 +125,10 @@ class InFlight:
         """The board of a peer, as soon as it is there."""
         page, work, backoff = self.host.pages[rank], ShmWork(self, "setup", self.axis), Backoff()
         while not page.board(index):
-            if backoff.pause() and backoff.due():
-                self._look(work, [self.ranks.index(rank)], backoff)
+            if backoff.pause():
+                time.sleep(backoff.sleep_seconds)
+                if backoff.slept():
+                    self._look(work, [self.ranks.index(rank)], backoff)
         return Board(self.host.mappings[rank], page.board(index), len(self.ranks))
 
     # -- moving on -------------------------------------------------------------------------------------
@@ -185,18 +189,35 @@ class InFlight:
                 elif backoff.pause():
                     if not told:
                         page.doing, told = str(work), True
-                    if self.host.advance_others(self):
+                    if self._sleep(work, backoff) or self.host.advance_others(self):
                         backoff.restart()
-                    elif backoff.due():
-                        self._look(work, work.late(), backoff)
+                    elif backoff.slept():
+                        self._look(work, self._late(work), backoff)
         finally:
             if told:
                 page.doing = ""
 
+    def _sleep(self, work: ShmWork, backoff: Backoff) -> bool:
+        """Sleep until a late peer counts something; whether this rank moved on instead of sleeping."""
+        late, moved = self._late(work), False
+
+        def over() -> bool:
+            nonlocal moved
+            moved = self.advance()
+            return moved
+
+        if late:
+            self.host.sleep(self.ranks[late[0]], backoff.sleep_seconds, over)
+        return moved
+
+    def _late(self, work: ShmWork) -> Sequence[int]:
+        """Who is waited for: by the oldest verb, if ``work`` is a verb, as verbs are done in order."""
+        return self._queue[0].late() if self._queue and isinstance(work, Verb) else work.late()
+
     def _look(self, work: ShmWork, late: Sequence[int], backoff: Backoff) -> None:
         """Raise `RankError` if a peer has ended or given up, or if the time is up."""
         late_ranks = [self.ranks[member] for member in late]
-        found = self.host.check([rank for rank in self.ranks if rank != self.host.rank], late_ranks)
+        found = self.host.check(self._peers, late_ranks)
         if found is not None:
             if not self.advance():  # it may have done its part before it ended
                 culprit, cause = found
@@ -234,8 +255,7 @@ class InFlight:
         verb.steps = steps
         self.own.write(verb.record, check, verb.name, verb.location, extra, table)
         self.host.page.entered()
-        self.host.fence()
-        self.own.words[ANNOUNCED] = verb.number
+        self.show(ANNOUNCED, verb.number)
         self._queue.append(verb)
         return verb
 
@@ -259,13 +279,18 @@ class InFlight:
     def step(self) -> Need:
         """Show that a piece is done; what to yield before the next."""
         self._step += 1
-        self.host.fence()
-        self.own.words[STEP] = self._step
+        self.show(STEP, self._step)
         return STEP, self._step, self.others
 
     def executed(self, verb: Verb) -> None:
         """Show that this rank reads nothing more for ``verb``."""
-        self.own.words[EXECUTED] = verb.number
+        self.show(EXECUTED, verb.number)
+
+    def show(self, word: int, value: int) -> None:
+        """Count on this rank's board: what was written before is then seen by whoever sees the count."""
+        self.host.fence()
+        self.own.words[word] = value
+        self.host.wake(self._peers)
 
     def released(self, verb: Verb) -> Steps:
         """The last step: the caller may change its tensor when no peer reads it any more."""

@@ -95,8 +95,7 @@ class Mailboxes:
         record = flight.own.mail(message.peer, message.number)
         flight.own.write(record, encode("send", 0, tensor.dtype, tensor.numel()), message.name, location)
         flight.host.page.entered()
-        flight.host.fence()
-        flight.own.words[posted(message.peer)] = message.number
+        flight.show(posted(message.peer), message.number)
 
     def _reclaim(self, peer: int) -> bool:
         """Take back the memory of consumed messages; whether there were any."""
@@ -135,5 +134,5 @@ class Mailboxes:
             )
         flight.copy(tensor, board.mapping.view(board.words[record + FIRST] >> 1, tensor.numel(), tensor.dtype))
         self._consumed[peer] = number
-        flight.own.words[consumed(peer, self._size)] = number
+        flight.show(consumed(peer, self._size), number)
         message.finish()

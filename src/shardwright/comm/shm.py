@@ -372,15 +372,23 @@ def _other_shares(rank: int, size: int, count: int) -> list[slice]:
 def _reduce(op: ReduceOp, parts: Sequence[Tensor], out: Tensor, copies: Sequence[Tensor] = ()) -> int:
     """``parts``, added in their order, into ``out`` (which may be one of them) and ``copies``; returns bytes moved."""
     block = BLOCK_BYTES // out.element_size()
-    scratch = out.new_empty(min(block, out.numel()) if len(parts) > 2 else 0)
-    for target, *blocks in zip(*(tensor.split(block) for tensor in (out, *parts, *copies)), strict=True):
-        operands, targets = blocks[: len(parts)], blocks[len(parts) :]
-        total = operands[0]
-        for operand in operands[1:-1]:
-            total = _COMBINE[op](total, operand, out=scratch[: target.numel()])
-        _COMBINE[op](total, operands[-1], out=target)
-        if op == "avg":
-            target.div_(len(parts))
-        for copy in targets:
-            copy.copy_(target)
+    scratch = out.new_empty(min(block, out.numel())) if len(parts) > 2 else out
+    if out.numel() <= block:
+        _reduce_block(op, parts, out, copies, scratch)
+    else:
+        for target, *tensors in zip(*(tensor.split(block) for tensor in (out, *parts, *copies)), strict=True):
+            _reduce_block(op, tensors[: len(parts)], target, tensors[len(parts) :], scratch[: target.numel()])
     return out.nbytes * (len(parts) + 1 + len(copies))
+
+
+def _reduce_block(
+    op: ReduceOp, parts: Sequence[Tensor], out: Tensor, copies: Sequence[Tensor], scratch: Tensor
+) -> None:
+    combine, total = _COMBINE[op], parts[0]
+    for part in parts[1:-1]:
+        total = combine(total, part, out=scratch)
+    combine(total, parts[-1], out=out)
+    if op == "avg":
+        out.div_(len(parts))
+    for copy in copies:
+        copy.copy_(out)

@@ -1,13 +1,14 @@
 """Waiting for other processes of this host without threads: how to stand still, and how to see that a peer has ended.
 
-A wait spins for some microseconds, then yields the core (more ranks than cores must work well), then sleeps, a little
-longer each time. Flags are plain int64 in shared memory, written by one process each. That is sound on x86, where stores
+A wait spins for some microseconds, then yields the core, then sleeps until the peer rings: more ranks than cores must work
+well. Flags are plain int64 in shared memory, written by one process each. That is sound on x86, where stores
 of one core become visible in order; streaming stores, which do not, are drained by :func:`store_fence`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
 import select
@@ -20,9 +21,38 @@ from pathlib import Path
 
 SPINS = 30
 YIELD_SECONDS = 100e-6
-LEAST_SLEEP, MOST_SLEEP = 20e-6, 1e-3
+LEAST_SLEEP, MOST_SLEEP = 1e-3, 20e-3
 LOOK_SECONDS = 0.02
 """How often a wait that sleeps looks after its peers."""
+
+
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # Linux on x86-64
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Bell:
+    """Lets a process sleep until another rings: the kernel compares a shared word and puts it to sleep in one go.
+
+    ``word`` is the address of the low half of an int64 that its owner counts up before it rings.
+    """
+
+    def __init__(self) -> None:
+        self._call = ctypes.CDLL(None).syscall
+        self._call.restype = ctypes.c_long
+        self._call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+        self._limit = _Timespec()
+
+    def sleep(self, word: int, value: int, seconds: float) -> None:
+        """Sleep while the word is ``value``, at most so long; a signal may end it, too."""
+        self._limit.nanoseconds = int(seconds * 1e9)
+        self._call(_SYS_FUTEX, word, _FUTEX_WAIT, value & 0xFFFFFFFF, ctypes.addressof(self._limit))
+
+    def ring(self, word: int) -> None:
+        """Wake all that sleep on the word."""
+        self._call(_SYS_FUTEX, word, _FUTEX_WAKE, 0x7FFFFFFF, None)
 
 
 def unsound_machine() -> str | None:
@@ -46,30 +76,29 @@ def store_fence() -> Callable[[], None]:
 
 
 class Backoff:
-    """One wait that did not end at once. ``pause`` stands still, a little longer each time."""
+    """One wait that did not end at once: how to stand still, which gets longer as nothing moves."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
         """Something moved: the next pauses are short again, and the time begins anew."""
-        self._turns, self._sleep = 0, LEAST_SLEEP
+        self._turns, self.sleep_seconds = 0, LEAST_SLEEP
         self._begin = self._looked = time.monotonic()
 
     def pause(self) -> bool:
-        """Stand still; whether that was a sleep."""
+        """Spin or yield once, or do nothing: then it is time to sleep."""
         self._turns += 1
         if self._turns <= SPINS:
             return False
         if time.monotonic() - self._begin < YIELD_SECONDS:
             os.sched_yield()
             return False
-        time.sleep(self._sleep)
-        self._sleep = min(MOST_SLEEP, self._sleep * 1.2)
         return True
 
-    def due(self) -> bool:
-        """Whether it is time to look after the peers."""
+    def slept(self) -> bool:
+        """After a sleep of ``sleep_seconds``: whether it is time to look after the peers."""
+        self.sleep_seconds = min(MOST_SLEEP, self.sleep_seconds * 1.5)
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return False

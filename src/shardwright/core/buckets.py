@@ -1,8 +1,8 @@
 """How gradients are packed into buckets: a pure function of the specs, so the plan and the run cannot disagree.
 
-One group per (axes to reduce over); inside a group, units in reverse order of use (the last used is ready first), cut
-into buckets of at most ``bucket_mb``. Inside a bucket the decayed parameters come first, so that each bucket has one
-decayed and one undecayed range, and neighbours of one unit stay neighbours in memory.
+One group per (axes to reduce over, axes that shard); inside a group, units in reverse order of use (the last used is
+ready first), cut into buckets of at most ``bucket_mb``. Inside a bucket the decayed parameters come first, so that each
+bucket has one decayed and one undecayed range, and neighbours of one unit stay neighbours in memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+
+Group = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,17 @@ class Member:
     units: tuple[str, ...]
     decay: bool
     reduce_axes: tuple[str, ...]
+    shard_axes: tuple[str, ...] = ()
+    """Axes whose ranks hold different slices: the global norm is summed over these only."""
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def group(self) -> Group:
+        """Parameters of one group share every rule, so they may share a bucket."""
+        return self.reduce_axes, self.shard_axes
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class BucketPlan:
     offsets: tuple[int, ...]
     num_decayed: int
     numel: int
+    shard_axes: tuple[str, ...] = ()
 
     @property
     def units(self) -> frozenset[str]:
@@ -54,30 +64,30 @@ def plan_buckets(
     place = {unit: index for index, unit in enumerate(unit_order)}
     limit = max(1, int(bucket_mb * 2**20 / element_bytes))
     ordered = sorted(members, key=lambda m: -min(place[unit] for unit in m.units))  # stable: order inside a unit stays
-    open_members: dict[tuple[str, ...], list[Member]] = {}
-    closed: list[tuple[int, tuple[str, ...], list[Member]]] = []
+    open_members: dict[Group, list[Member]] = {}
+    closed: list[tuple[int, list[Member]]] = []
 
-    def close(axes: tuple[str, ...]) -> None:
-        group = open_members.pop(axes)
-        closed.append((min(place[unit] for member in group for unit in member.units), axes, group))
+    def close(group: Group) -> None:
+        members = open_members.pop(group)
+        closed.append((min(place[unit] for member in members for unit in member.units), members))
 
     for member in ordered:
-        axes = member.reduce_axes
-        filled = sum(m.numel for m in open_members.get(axes, []))
+        filled = sum(m.numel for m in open_members.get(member.group, []))
         if filled and filled + member.numel > limit:
-            close(axes)
-        open_members.setdefault(axes, []).append(member)
-    for axes in list(open_members):
-        close(axes)
+            close(member.group)
+        open_members.setdefault(member.group, []).append(member)
+    for group in list(open_members):
+        close(group)
     closed.sort(key=lambda item: -item[0])
-    return [_bucket(index, axes, group) for index, (_, axes, group) in enumerate(closed)]
+    return [_bucket(index, members) for index, (_, members) in enumerate(closed)]
 
 
-def _bucket(index: int, axes: tuple[str, ...], group: list[Member]) -> BucketPlan:
+def _bucket(index: int, group: list[Member]) -> BucketPlan:
     members = [m for m in group if m.decay] + [m for m in group if not m.decay]
     offsets, end = [], 0
     for member in members:
         offsets.append(end)
         end += member.numel
     decayed = sum(m.numel for m in members if m.decay)
-    return BucketPlan(f"gradients.{index}", axes, tuple(members), tuple(offsets), decayed, end)
+    reduce_axes, shard_axes = members[0].group
+    return BucketPlan(f"gradients.{index}", reduce_axes, tuple(members), tuple(offsets), decayed, end, shard_axes)

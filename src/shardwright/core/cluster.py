@@ -1,6 +1,18 @@
 """`Chip` and `Cluster`: what the planner knows about a machine.
 
 Units: FLOP/s, bytes, bytes per second, seconds. Peaks are dense (no sparsity), bandwidths per direction and per GPU.
+A cluster is ``CHIP:NODESxGPUS``, or a TOML file (`Cluster.load`; units are in the names of its keys)::
+
+    chip = "h100-80gb"          # or a table [chip] with name, bf16_tflops, memory_gib, memory_gb_s, ...
+    nodes = 8
+    gpus_per_node = 8
+
+    [[levels]]                  # from the fastest links outwards; left out: the chip's own links
+    name = "intra"
+    size = 8                    # ranks that reach each other over these links
+    gb_s = 450.0                # per direction and GPU
+    latency_us = 10.0
+    efficiency = [[1e4, 0.05], [1e6, 0.4], [1e8, 0.8]]    # [bytes of a message, share of gb_s that it gets]
 
 >>> cluster = Cluster.parse("h100-80gb:8x8")
 >>> cluster.chip.name, cluster.world_size, [level.name for level in cluster.levels]
@@ -10,9 +22,14 @@ Units: FLOP/s, bytes, bytes per second, seconds. Peaks are dense (no sparsity), 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from math import log
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from shardwright.core.suggest import did_you_mean
 from shardwright.errors import ConfigError
@@ -26,8 +43,8 @@ INTRA_LATENCY, INTER_LATENCY = 10e-6, 20e-6
 class Chip:
     """One accelerator as a framework sees it. None: the chip cannot do it, or no source gives it.
 
-    `domain_size` is the number of GPUs that the fast links (`intra_bandwidth`) join; `unconfirmed` names the fields
-    that `source` does not give.
+    `domain_size` is the number of GPUs that the fast links (`intra_bandwidth`) join; `num_sms` the parts that share the
+    tiles of one matrix product (0: not known); `unconfirmed` names the fields that `source` does not give.
     """
 
     name: str
@@ -43,6 +60,7 @@ class Chip:
     domain_size: int
     source: str
     unconfirmed: tuple[str, ...] = ()
+    num_sms: int = 0
 
     def peak(self, precision: str) -> float:
         """Peak dense FLOP/s in ``precision`` (bf16, fp16, fp8, fp4 or fp32); raises `ConfigError` if there is none."""
@@ -56,12 +74,28 @@ class Chip:
 
 @dataclass(frozen=True)
 class LinkLevel:
-    """One level of the network: `size` ranks reach each other over it; bytes/s per direction per GPU; seconds."""
+    """One level of the network: `size` ranks reach each other over it; bytes/s per direction per GPU; seconds.
+
+    ``efficiency`` holds points (bytes of a message, share of the bandwidth that it gets), sizes rising: a measured curve.
+    """
 
     name: str
     size: int
     bandwidth: float
     latency: float
+    efficiency: tuple[tuple[float, float], ...] = ()
+
+    def efficiency_at(self, num_bytes: float) -> float:
+        """The share of the bandwidth that a message of ``num_bytes`` gets: between points linear in the logarithm of
+        the size, beyond the ends constant, 1 without a curve."""
+        if not self.efficiency:
+            return 1.0
+        if num_bytes <= self.efficiency[0][0]:
+            return self.efficiency[0][1]
+        for (low, first), (high, second) in pairwise(self.efficiency):
+            if num_bytes <= high:
+                return first + (second - first) * log(num_bytes / low) / log(high / low)
+        return self.efficiency[-1][1]
 
 
 @dataclass(frozen=True)
@@ -86,6 +120,38 @@ class Cluster:
         return cls.of(find_chip(match[1]), int(match[2]), int(match[3]))
 
     @classmethod
+    def load(cls, text: str) -> Cluster:
+        """From ``CHIP:NODESxGPUS`` or the path of a TOML file; raises `ConfigError`."""
+        path = Path(text)
+        if path.suffix != ".toml":
+            return cls.parse(text)
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}; give a cluster file or CHIP:NODESxGPUS") from None
+        except ValueError as error:  # bad TOML and bad UTF-8
+            raise ConfigError(
+                f"{path} is not TOML ({error}); write chip, nodes, gpus_per_node and [[levels]]"
+            ) from None
+        return _from_toml(content, str(path))
+
+    def to_toml(self) -> str:
+        """The text of a cluster file that `load` reads back to an equal value."""
+        lines = [f"nodes = {self.nodes}", f"gpus_per_node = {self.gpus_per_node}", "", "[chip]"]
+        for key, (field, unit) in _CHIP_KEYS.items():
+            value = getattr(self.chip, field)
+            if value is None or (field == "unconfirmed" and not value):
+                continue
+            lines.append(f"{key} = {_toml_value(value, unit)}")
+        for level in self.levels:
+            lines += ["", "[[levels]]", f'name = "{level.name}"', f"size = {level.size}"]
+            lines += [f"gb_s = {level.bandwidth / GB!r}", f"latency_us = {level.latency * 1e6!r}"]
+            if level.efficiency:
+                points = ", ".join(f"[{size!r}, {share!r}]" for size, share in level.efficiency)
+                lines.append(f"efficiency = [{points}]")
+        return "\n".join(lines) + "\n"
+
+    @classmethod
     def of(cls, chip: Chip, nodes: int, gpus_per_node: int) -> Cluster:
         """A cluster with the chip's own links; raises `ConfigError` if they do not reach that far."""
         if nodes < 1 or gpus_per_node < 1:
@@ -105,6 +171,13 @@ class Cluster:
         return cls(chip, nodes, gpus_per_node, tuple(levels))
 
 
+_NUM_SMS: Mapping[str, int] = MappingProxyType({
+    "V100": 80, "A100": 108, "H100": 132, "H200": 132, "H800": 132, "B200": 148, "GB200": 148, "B300": 148,
+    "GB300": 148, "MI250X": 220, "MI300X": 304, "MI325X": 304, "MI355X": 256, "L40S": 142, "RTX": 128,
+})  # fmt: skip
+"""Streaming multiprocessors (compute units at AMD) of a chip, by the first part of its name; TPUs have none."""
+
+
 def _chip(
     name: str,
     tflops: tuple[float | None, float | None, float | None, float | None],
@@ -112,12 +185,13 @@ def _chip(
     links: tuple[float, float, float | None, int],
     source: str,
     unconfirmed: str = "",
+    fp4: float | None = None,
 ) -> Chip:
     """A row: TFLOP/s in bf16, fp16, fp8, fp32; memory; TB/s of memory, GB/s intra, GB/s inter, domain size."""
     bf16, fp16, fp8, fp32 = (None if value is None else value * TB for value in tflops)
     memory_bandwidth, intra, inter, domain = links
     return Chip(
-        name, bf16, fp16, fp8, None, fp32,
+        name, bf16, fp16, fp8, None if fp4 is None else fp4 * TB, fp32,
         memory_bytes=int(memory_gib * GIB),
         memory_bandwidth=memory_bandwidth * TB,
         intra_bandwidth=intra * GB,
@@ -125,6 +199,7 @@ def _chip(
         domain_size=domain,
         source=source,
         unconfirmed=tuple(unconfirmed.split()),
+        num_sms=_NUM_SMS.get(name.split("-")[0], 0),
     )  # fmt: skip
 
 
@@ -144,10 +219,11 @@ _ROWS = (
     _chip("H200-SXM-141GB", (989, 989, 1978, 67), 141, (4.8, 450, 50, 8),
           _AIC + "h200_sxm.yaml; mlcommons/inference_results_v4.1 closed/NVIDIA/systems", "fp32"),
     _chip("B200-SXM-180GB", (2250, 2250, 4500, 75), 180, (7.7, 900, 50, 8),
-          _AIC + "b200_sxm.yaml; mlcommons/inference_results_v6.0 closed/Nebius/systems", "fp32"),
+          _AIC + "b200_sxm.yaml; mlcommons/inference_results_v6.0 closed/Nebius/systems", "fp32 fp4", fp4=9000),
     _chip("GB200-NVL72", (2500, 2500, 5000, 80), 189471 / 1024, (8.0, 900, 50, 72),
-          _AIC + "gb200.yaml; mlcommons/inference_results_v6.1 closed/Crusoe/systems", "fp32"),
-    _chip("GB300-NVL72", (2500, 2500, 5000, 80), 284208 / 1024, (8.0, 900, 100, 72), _AIC + "gb300.yaml", "fp32"),
+          _AIC + "gb200.yaml; mlcommons/inference_results_v6.1 closed/Crusoe/systems", "fp32 fp4", fp4=10000),
+    _chip("GB300-NVL72", (2500, 2500, 5000, 80), 284208 / 1024, (8.0, 900, 100, 72), _AIC + "gb300.yaml",
+          "fp32 fp4", fp4=15000),
     _chip("MI250X", (383, 383, None, 47.9), 128, (3.2, 400, 25, 4),  # a package of two devices; halve it per device
           _ANALYSIS + "mi250x-128gb.json; rocm.docs.amd.com reference/gpu-arch/mi250",
           "fp32 inter_bandwidth domain_size"),
@@ -174,6 +250,15 @@ _ROWS = (
 
 CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _ROWS})
 
+_RELATIVES = (
+    _chip("H800-SXM5-80GB", (989, 989, 1978, 67), 80, (3.35, 200, 50, 8), "an H100 with fewer NVLinks",
+          "bf16 fp16 fp8 fp32 memory_bytes memory_bandwidth intra_bandwidth inter_bandwidth"),
+    _chip("B300-SXM", (2250, 2250, 4500, 75), 268, (8.0, 900, 100, 8), "a GB300 on an 8-GPU board",
+          "bf16 fp16 fp8 fp4 fp32 memory_bytes memory_bandwidth intra_bandwidth inter_bandwidth", fp4=13500),
+)  # fmt: skip
+RELATIVES: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _RELATIVES})
+"""Chips of published runs that no source of ours confirms: their figures follow from their relatives in `CHIPS`."""
+
 _SAYS_NOTHING = frozenset(
     ("nvidia", "amd", "google", "tesla", "geforce", "instinct", "gpu", "sxm", "oam", "hbm2", "hbm2e", "hbm3", "hbm3e")
 )
@@ -186,13 +271,117 @@ def find_chip(name: str) -> Chip:
     no chip or more than one fits.
     """
     words = _words(name) - _SAYS_NOTHING
-    found = [chip for chip in CHIPS.values() if words and words <= _words(chip.name)]
+    everything = (*CHIPS.values(), *RELATIVES.values())
+    found = [chip for chip in everything if words and words <= _words(chip.name)]
     if len(found) == 1:
         return found[0]
     if found:
         raise ConfigError(f"chip {name!r} may be {' or '.join(chip.name.lower() for chip in found)}; name one of them")
-    raise ConfigError(f"no chip {name!r}; {did_you_mean(name, [known.lower() for known in CHIPS])}")
+    raise ConfigError(f"no chip {name!r}; {did_you_mean(name, [known.name.lower() for known in everything])}")
 
 
 def _words(name: str) -> frozenset[str]:
     return frozenset(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+# -- cluster files -----------------------------------------------------------------------------------
+
+_CHIP_KEYS: Mapping[str, tuple[str, float]] = MappingProxyType({
+    "name": ("name", 0),
+    **{f"{kind}_tflops": (kind, TB) for kind in ("bf16", "fp16", "fp8", "fp4", "fp32")},
+    "memory_bytes": ("memory_bytes", 1),
+    "memory_gb_s": ("memory_bandwidth", GB),
+    "intra_gb_s": ("intra_bandwidth", GB),
+    "inter_gb_s": ("inter_bandwidth", GB),
+    "domain_size": ("domain_size", 1),
+    "num_sms": ("num_sms", 1),
+    "source": ("source", 0),
+    "unconfirmed": ("unconfirmed", 0),
+})  # fmt: skip
+"""Key of a cluster file's [chip] table -> (field of `Chip`, unit; 0: not a number)."""
+
+_LEVEL_KEYS = ("name", "size", "gb_s", "latency_us", "efficiency")
+_WHOLE = ("memory_bytes", "domain_size", "num_sms")
+
+
+def _toml_value(value: Any, unit: float) -> str:
+    if unit == 0:
+        if isinstance(value, tuple):
+            return "[" + ", ".join(f'"{item}"' for item in value) + "]"
+        return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return repr(value) if unit == 1 else repr(value / unit)
+
+
+def _from_toml(content: Mapping[str, Any], where: str) -> Cluster:
+    _known_keys(content, ("chip", "nodes", "gpus_per_node", "levels"), where)
+    nodes, gpus = (_number(content, key, where, whole=True) for key in ("nodes", "gpus_per_node"))
+    chip = content.get("chip")
+    if isinstance(chip, str):
+        found = find_chip(chip)
+    elif isinstance(chip, Mapping):
+        found = _chip_from_toml(chip, where)
+    else:
+        raise ConfigError(f'{where}: chip is missing; write chip = "h100-80gb" or a table [chip]')
+    if "levels" not in content:
+        return Cluster.of(found, int(nodes), int(gpus))
+    if nodes < 1 or gpus < 1:
+        raise ConfigError(f"{where}: {nodes} nodes with {gpus} GPUs each; both must be at least 1")
+    levels = tuple(_level_from_toml(level, where) for level in content["levels"])
+    sizes = [level.size for level in levels]
+    world = int(nodes * gpus)
+    if sizes != sorted(set(sizes)) or (world > 1 and (not sizes or sizes[-1] < world)):
+        raise ConfigError(
+            f"{where}: levels of {sizes} ranks must grow and the last must hold all {world}; list them from the fastest out"
+        )
+    return Cluster(found, int(nodes), int(gpus), levels)
+
+
+def _chip_from_toml(table: Mapping[str, Any], where: str) -> Chip:
+    _known_keys(table, tuple(_CHIP_KEYS), f"{where}: chip")
+    values: dict[str, Any] = {
+        "bf16": None, "fp16": None, "fp8": None, "fp4": None, "fp32": None, "inter_bandwidth": None,
+        "source": where, "name": "custom", "intra_bandwidth": 1.0, "domain_size": 1,
+    }  # fmt: skip
+    for key in table:
+        field, unit = _CHIP_KEYS[key]
+        if unit:
+            number = _number(table, key, f"{where}: chip", whole=field in _WHOLE)
+            values[field] = int(number) if field in _WHOLE else number * unit
+        else:
+            values[field] = tuple(table[key]) if field == "unconfirmed" else str(table[key])
+    for key in ("memory_bytes", "memory_gb_s"):
+        if key not in table:
+            raise ConfigError(f"{where}: chip.{key} is missing; add it")
+    return Chip(**values)
+
+
+def _level_from_toml(table: Mapping[str, Any], where: str) -> LinkLevel:
+    where = f"{where}: levels"
+    _known_keys(table, _LEVEL_KEYS, where)
+    bandwidth, latency = _number(table, "gb_s", where) * GB, _number(table, "latency_us", where) / 1e6
+    if bandwidth <= 0 or latency < 0:
+        raise ConfigError(
+            f"{where}: gb_s={table['gb_s']} must be above 0 and latency_us={table['latency_us']} not below"
+        )
+    curve = tuple((float(size), float(share)) for size, share in table.get("efficiency", ()))
+    sizes = [size for size, _ in curve]
+    if sizes != sorted(set(sizes)) or any(size <= 0 or not 0 < share <= 1 for size, share in curve):
+        raise ConfigError(f"{where}: efficiency needs points [bytes, share] with rising bytes and shares in (0, 1]")
+    return LinkLevel(
+        str(table.get("name", "link")), int(_number(table, "size", where, whole=True)), bandwidth, latency, curve
+    )
+
+
+def _known_keys(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}; {did_you_mean(key, known)}")
+
+
+def _number(table: Mapping[str, Any], key: str, where: str, *, whole: bool = False) -> float:
+    value = table.get(key)
+    good = isinstance(value, int) or (isinstance(value, float) and not whole)
+    if not good or isinstance(value, bool):
+        raise ConfigError(f"{where}: {key}={value!r} must be {'a whole number' if whole else 'a number'}")
+    assert isinstance(value, int | float)
+    return value

@@ -222,5 +222,9 @@ def bucket_members(
         used_by = tuple(unit for unit in ((spec.unit, "head") if tied else (spec.unit,)) if unit in held)
         if used_by:
             shape = spec.local_shape(layout, coordinates)
-            members.append(Member(spec.name, shape, used_by, spec.decay, spec.reduce_axes(layout)))
+            reduce_axes = tuple(axis for axis in spec.reduce_axes(layout) if getattr(layout, axis) > 1)
+            shard_axes = tuple(
+                axis for axis in spec.shard_axes() if getattr(layout, axis) > 1 and spec.replicas(layout, axis) == 1
+            )
+            members.append(Member(spec.name, shape, used_by, spec.decay, reduce_axes, shard_axes))
     return members

@@ -12,12 +12,12 @@ from shardwright.core.model_config import ModelConfig
 from shardwright.model.context import Context
 from shardwright.model.init import ParameterTable
 from shardwright.model.layers import Linear, Norm
-from shardwright.ops.linear import fused_linear
 from shardwright.ops.rope import apply_rope, split_rope
+from shardwright.parallel.tensor import column_linear, row_linear
 
 
 class Attention(nn.Module):
-    """x (T, D) -> (T, D)."""
+    """x (T, D) -> (T, D); with sequence parallelism both are the rank's T/tp rows."""
 
     def __init__(self, config: ModelConfig, layer: int, table: ParameterTable) -> None:
         super().__init__()
@@ -36,14 +36,15 @@ class Attention(nn.Module):
             )
         else:
             mixed = context.attend.heads(q, k, v, self.layer)
-        y: Tensor = self.out(mixed.reshape(x.shape[0], -1))
-        return y
+        mixed = mixed.reshape(mixed.shape[0], -1)
+        return row_linear(mixed, self.out.weight, self.out.bias, context.region, "attention out")
 
     def _heads(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, N, H), k and v (T, K, H), rotated."""
         parts = (self.q, self.k, self.v)
         biases = [part.bias for part in parts if part.bias is not None]
-        fused = fused_linear(x, [part.weight for part in parts], biases).view(x.shape[0], -1, self.head_dim)
+        fused = column_linear(x, [part.weight for part in parts], biases, context.region, "attention in")
+        fused = fused.view(fused.shape[0], -1, self.head_dim)
         num_heads, num_kv_heads = (part.weight.shape[0] // self.head_dim for part in (self.q, self.k))
         if self.q_norm is None and context.rotation is not None:
             return split_rope(fused, context.rotation, num_heads, num_kv_heads)

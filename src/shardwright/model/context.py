@@ -9,6 +9,7 @@ from torch import Tensor
 from shardwright.ops.attention import Attend
 from shardwright.ops.kernels import dropout, dropout_key
 from shardwright.ops.rope import Rotation
+from shardwright.parallel.tensor import Region
 
 
 @dataclass
@@ -17,13 +18,14 @@ class Context:
 
     ``tokens`` (T,) int64, ``positions`` (T,) int64, ``targets`` (T,) int64 with -100 where none counts, or None for
     logits; ``rotation`` cos and sin of the positions, None for learned positions; ``token_index`` (T,) int64, the place of
-    each token in the data, for dropout masks.
+    each token in the data, for dropout masks; ``region`` the tensor-parallel axis.
     """
 
     tokens: Tensor
     positions: Tensor
     attend: Attend
     rotation: Rotation | None
+    region: Region
     targets: Tensor | None = None
     token_index: Tensor | None = None
     dropout: float = 0.0
@@ -32,7 +34,8 @@ class Context:
     recompute: str = "none"
 
     def drop(self, x: Tensor, layer: int, site: int) -> Tensor:
-        """Dropout at one named place of the model; nothing when the rate is 0 or no training data is at hand."""
+        """Dropout of x (T, D), or of its own T/tp rows, at one named place of the model; nothing when the rate is 0."""
         if self.dropout == 0.0 or self.token_index is None:
             return x
-        return dropout(x, self.dropout, self.token_index, dropout_key(self.seed, self.step, layer, site))
+        index = self.region.own_tokens(self.token_index)
+        return dropout(x, self.dropout, index, dropout_key(self.seed, self.step, layer, site))

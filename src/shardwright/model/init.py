@@ -29,6 +29,11 @@ class ParameterTable:
         """The parameter ``name`` if this model has it."""
         return self.make(name) if name in self.specs else None
 
+    def first_row(self, name: str) -> int:
+        """The global number of this rank's first row of ``name``."""
+        rows = self.specs[name].slices(self._mesh.layout, self._mesh.coordinates)[0]
+        return int(rows.start)
+
 
 def full_value(spec: Spec, seed: int) -> Tensor:
     """The whole initial tensor of ``spec`` in fp32: a function of the seed and the name alone."""

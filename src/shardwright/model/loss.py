@@ -1,6 +1,10 @@
 """Next-token loss: head product and cross entropy in one step, so that logits exist once and become their gradient.
 
-Notation: T tokens, D model dim, V vocabulary. Targets of -100 do not count.
+With tensor parallelism each rank holds the logits of its own vocabulary rows and nothing of shape [T, V] is sent: three
+reductions of [T] (maximum, sum of exponentials, target logit) make the loss, and the gradient, softmax minus one-hot,
+is local (Shoeybi et al. 2019, section 3).
+
+Notation: T tokens, D model dim, V vocabulary rows of the rank. Targets of -100 do not count.
 """
 
 from __future__ import annotations
@@ -11,10 +15,15 @@ import torch
 from torch import Tensor
 
 from shardwright.ops.gradients import first_order, slot_of, write_linear
+from shardwright.parallel.tensor import SOLO, Region
 
 IGNORE = -100
 _CHUNK_BYTES = 2 << 20
 """Rows are worked on in pieces that stay in a core's cache."""
+
+
+def _rows_in_cache(logits: Tensor) -> int:
+    return max(1, _CHUNK_BYTES // (max(1, logits.shape[1]) * logits.element_size()))
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor, want_gradient: bool) -> Tensor:
@@ -23,9 +32,9 @@ def cross_entropy_rows(logits: Tensor, targets: Tensor, want_gradient: bool) -> 
     logits (T, V), targets (T,). With ``want_gradient`` the logits are overwritten by their gradient, softmax minus
     one-hot (zero rows where the target does not count).
     """
-    rows = max(1, _CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=wide, device=logits.device)
+    rows = _rows_in_cache(logits)
     for piece, target in zip(logits.split(rows), targets.split(rows), strict=True):
         valid = (target != IGNORE).to(wide)
         index = target.clamp_min(0).unsqueeze(1)
@@ -46,34 +55,87 @@ def cross_entropy_rows(logits: Tensor, targets: Tensor, want_gradient: bool) -> 
     return total
 
 
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, first_row: int, region: Region) -> Tensor:
+    """As :func:`cross_entropy_rows` with ``want_gradient``, for logits (T, V/tp) of rows from ``first_row`` on.
+
+    The loss is the same on every rank of the region; the logits become this rank's part of their gradient.
+    """
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    tokens = logits.shape[0]
+    if logits.shape[1]:
+        peak = logits.amax(1).to(wide)
+    else:  # more ranks than vocabulary rows
+        peak = torch.full((tokens,), -torch.inf, dtype=wide, device=logits.device)
+    region.comm.all_reduce(peak, "max", name="loss maximum")
+    valid = (targets != IGNORE).to(wide)
+    local = targets - first_row
+    held = (local >= 0) & (local < logits.shape[1])
+    index = torch.where(held, local, 0).unsqueeze(1)
+    mine = held.to(wide)
+    picked, denominator = torch.zeros_like(peak), torch.zeros_like(peak)
+    rows = _rows_in_cache(logits)
+    for start in range(0, tokens if logits.shape[1] else 0, rows):
+        part = slice(start, start + rows)
+        work = logits[part].to(wide).sub_(peak[part].unsqueeze(1))
+        picked[part] = work.gather(1, index[part]).squeeze(1) * mine[part]
+        denominator[part] = work.exp_().sum(1)
+        if work.dtype != logits.dtype:
+            logits[part] = work
+    region.comm.all_reduce(denominator, name="loss denominator")
+    region.comm.all_reduce(picked, name="loss target")
+    logits.mul_((valid / denominator).unsqueeze(1).to(logits.dtype))
+    if logits.shape[1]:
+        logits.scatter_add_(1, index, -(valid * mine).unsqueeze(1).to(logits.dtype))
+    return ((denominator.log() - picked) * valid).sum()
+
+
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, want: bool) -> Tensor:
-        logits = x @ weight.t()
-        loss = cross_entropy_rows(logits, targets, want)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, first_row: int, region: Region, want: bool
+    ) -> Tensor:
+        whole = region.comm.all_gather(x.contiguous(), name="head") if region.sequence and region.size > 1 else x
+        logits = whole @ weight.t()
+        if region.size > 1:
+            loss = vocab_parallel_cross_entropy(logits, targets, first_row, region)
+        else:
+            loss = cross_entropy_rows(logits, targets, want)
         if want:
-            ctx.save_for_backward(x, weight)
-            ctx.gradient, ctx.weight = logits, weight
+            ctx.save_for_backward(whole, weight)
+            ctx.gradient, ctx.weight, ctx.region = logits, weight, region
         return loss
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        whole, weight = ctx.saved_tensors
         gradient, ctx.gradient = ctx.gradient, None
-        scale = d_loss.to(x.dtype)
-        dx = (gradient @ weight).mul_(scale) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return dx, None, None, None
-        scaled = x.detach() * scale
-        slot = slot_of(ctx.weight)
-        if slot is None:
-            return dx, gradient.t() @ scaled, None, None
-        slot.queue.submit(lambda: write_linear([slot], gradient, scaled))
-        return dx, None, None, None
+        scale = d_loss.to(whole.dtype)
+        dx = _head_input_gradient(gradient, weight, ctx.region) if ctx.needs_input_grad[0] else None
+        if dx is not None:
+            dx.mul_(scale)
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            scaled = whole.detach() * scale
+            slot = slot_of(ctx.weight)
+            if slot is None:
+                d_weight = gradient.t() @ scaled
+            else:
+                slot.queue.submit(lambda: write_linear([slot], gradient, scaled))
+        return dx, d_weight, None, None, None, None
 
 
-def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """x (T, D), weight (V, D), targets (T,) -> the summed loss over valid targets, a scalar."""
+def _head_input_gradient(gradient: Tensor, weight: Tensor, region: Region) -> Tensor:
+    """(T, V/tp) -> the sum over ranks of (T, D), or this rank's T/tp rows of it."""
+    dx = gradient @ weight
+    if region.size == 1:
+        return dx
+    if region.sequence:
+        return region.comm.reduce_scatter(dx, name="head gradient")
+    return region.comm.all_reduce(dx, name="head gradient")
+
+
+def head_loss(x: Tensor, weight: Tensor, targets: Tensor, region: Region = SOLO, first_row: int = 0) -> Tensor:
+    """x (T, D), or its own T/tp rows; weight (V/tp, D); targets (T,) -> the summed loss over valid targets, a scalar."""
     want = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _HeadLoss.apply(x, weight, targets, want)  # type: ignore[no-any-return]
+    return _HeadLoss.apply(x, weight, targets, first_row, region, want)  # type: ignore[no-any-return]

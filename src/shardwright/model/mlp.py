@@ -11,11 +11,11 @@ from shardwright.model.context import Context
 from shardwright.model.init import ParameterTable
 from shardwright.model.layers import Linear
 from shardwright.ops.kernels import swiglu
-from shardwright.ops.linear import fused_linear
+from shardwright.parallel.tensor import column_linear, row_linear
 
 
 class MLP(nn.Module):
-    """x (T, D) -> (T, D)."""
+    """x (T, D) -> (T, D); with sequence parallelism both are the rank's T/tp rows."""
 
     def __init__(self, config: ModelConfig, layer: int, table: ParameterTable) -> None:
         super().__init__()
@@ -28,13 +28,12 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         parts = [self.up] if self.gate is None else [self.gate, self.up]
         biases = [part.bias for part in parts if part.bias is not None]
-        hidden = fused_linear(x, [part.weight for part in parts], biases)
+        hidden = column_linear(x, [part.weight for part in parts], biases, context.region, "mlp in")
         if context.recompute == "selective":
             active = checkpoint(self._activation, hidden, use_reentrant=False, preserve_rng_state=False)
         else:
             active = self._activation(hidden)
-        y: Tensor = self.down(active)
-        return y
+        return row_linear(active, self.down.weight, self.down.bias, context.region, "mlp out")
 
     def _activation(self, hidden: Tensor) -> Tensor:
         """(T, 2F) -> (T, F) when gated, (T, F) -> (T, F) else."""

@@ -21,8 +21,9 @@ from shardwright.model.layers import Norm
 from shardwright.model.loss import head_loss
 from shardwright.model.mlp import MLP
 from shardwright.ops.attention import Attend
-from shardwright.ops.linear import embedding, linear
+from shardwright.ops.linear import embedding
 from shardwright.ops.rope import rotation
+from shardwright.parallel.tensor import Region, column_linear, vocab_embedding
 
 
 class Lookup(nn.Module):
@@ -32,22 +33,20 @@ class Lookup(nn.Module):
         super().__init__()
         self.weight = table.make(f"{name}.weight")
 
-    def forward(self, indices: Tensor) -> Tensor:
-        return embedding(indices, self.weight)
-
 
 class Embedding(nn.Module):
-    """tokens (T,) -> (T, D), plus learned positions where the model has them."""
+    """tokens (T,) -> (T, D), or its own T/tp rows, plus learned positions where the model has them."""
 
     def __init__(self, config: ModelConfig, table: ParameterTable) -> None:
         super().__init__()
         self.token = Lookup("embedding.token", table)
         self.position = Lookup("embedding.position", table) if config.position == "learned" else None
+        self.first_row = table.first_row("embedding.token.weight")
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        x: Tensor = self.token(tokens)
+        x = vocab_embedding(tokens, self.token.weight, self.first_row, context.region, "embedding")
         if self.position is not None:
-            x = x + self.position(context.positions)
+            x = x + embedding(context.region.own_tokens(context.positions), self.position.weight)
         return context.drop(x, layer=-1, site=0)
 
 
@@ -68,18 +67,19 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """x (T, D) -> the summed loss when the context has targets, else logits (T, V)."""
+    """x (T, D) -> the summed loss when the context has targets, else logits (T, V), the rank's own columns with tp."""
 
     def __init__(self, config: ModelConfig, table: ParameterTable, tied: nn.Parameter | None) -> None:
         super().__init__()
         self.norm = Norm("head.norm", config, table)
         self.weight = table.make("head.weight") if tied is None else tied
+        self.first_row = table.first_row("embedding.token.weight" if tied is not None else "head.weight")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = self.norm(x)
         if context.targets is None:
-            return linear(x, self.weight)
-        return head_loss(x, self.weight, context.targets)
+            return column_linear(x, [self.weight], [], context.region, "head")
+        return head_loss(x, self.weight, context.targets, context.region, self.first_row)
 
 
 class Transformer(nn.Module):
@@ -97,6 +97,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.mesh = config, mesh
+        self.region = Region(mesh.tp, mesh.layout.sequence_parallel)
         table = ParameterTable(config, mesh, dtype, torch.device(device))
         self.specs = table.specs
         self.embedding = Embedding(config, table)
@@ -129,7 +130,9 @@ class Transformer(nn.Module):
         dtype = self.embedding.token.weight.dtype
         turned = rotation(self.config, positions, dtype) if self.config.position == "rope" else None
         rate = self.config.dropout
-        return Context(tokens, positions, attend, turned, targets, token_index, rate, seed, step, recompute)
+        return Context(
+            tokens, positions, attend, turned, self.region, targets, token_index, rate, seed, step, recompute
+        )
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, targets: Tensor | None = None) -> Tensor:
         """tokens and positions (T,) -> logits (T, V), or the summed loss over valid ``targets`` (T,). No dropout."""

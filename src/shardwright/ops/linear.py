@@ -20,10 +20,14 @@ def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ())
     """x (T, I) times each weight, outputs side by side (T, O): one matrix product when the weights lie side by side."""
     bias = (torch.cat(list(biases)) if len(biases) > 1 else biases[0]) if biases else None
     whole = joined(weights)
+    y: Tensor
     if whole is not None:
-        return F.linear(x, whole, bias)
-    y = torch.cat([F.linear(x, weight) for weight in weights], dim=1)
-    return y if bias is None else y.add_(bias)
+        y = F.linear(x, whole, bias)
+    else:
+        y = torch.cat([F.linear(x, weight) for weight in weights], dim=1)
+        if bias is not None:
+            y += bias
+    return y
 
 
 def input_gradient(dy: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -110,27 +114,55 @@ def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, indices: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(indices)
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, first_row: int | None) -> Tensor:
         ctx.weight = weight
-        return F.embedding(indices, weight)
+        if first_row is None:
+            ctx.save_for_backward(indices, None)
+            return F.embedding(indices, weight)
+        local = indices - first_row
+        held = (local >= 0) & (local < weight.shape[0])
+        local = torch.where(held, local, 0)
+        ctx.save_for_backward(local, held)
+        return F.embedding(local, weight).mul_(held.unsqueeze(1))
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
-        (indices,) = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
+        indices, held = ctx.saved_tensors
+        if held is not None:
+            dy = dy * held.unsqueeze(1)
         slot = slot_of(ctx.weight)
         if slot is None:
-            return None, torch.zeros_like(ctx.weight).index_add_(0, indices, dy)
+            return None, torch.zeros_like(ctx.weight).index_add_(0, indices, dy), None
         if not slot.written:
             slot.view.zero_()
             slot.written = True
         slot.view.index_add_(0, indices, dy.to(slot.view.dtype))
-        return None, None
+        return None, None, None
 
 
-def embedding(indices: Tensor, weight: Tensor) -> Tensor:
-    """Rows of weight (V, D) at indices (T,) -> (T, D)."""
-    if torch.compiler.is_compiling():
+def embedding(indices: Tensor, weight: Tensor, first_row: int | None = None) -> Tensor:
+    """Rows of weight (V, D) at indices (T,) -> (T, D).
+
+    With ``first_row``, weight holds only the rows from there on: an index that another rank holds gives zeros.
+    """
+    if torch.compiler.is_compiling() and first_row is None:
         return F.embedding(indices, weight)
-    return _Embedding.apply(indices, weight)  # type: ignore[no-any-return]
+    return _Embedding.apply(indices, weight, first_row)  # type: ignore[no-any-return]
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias = bias
+        return x + bias
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        return dy, bias_gradients([ctx.bias], [ctx.needs_input_grad[1]], dy)[0]
+
+
+def add_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """x (T, D) + bias (D), with the bias gradient in its slot."""
+    return _AddBias.apply(x, bias)  # type: ignore[no-any-return]

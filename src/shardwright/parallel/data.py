@@ -22,7 +22,7 @@ from shardwright.comm.mesh import Mesh
 from shardwright.core.buckets import BucketPlan
 from shardwright.core.ledger import BucketTiming
 from shardwright.errors import ConfigError
-from shardwright.ops.gradients import GradQueue, GradSlot, set_slot, slot_of
+from shardwright.ops.gradients import GradQueue, GradSlot, set_slot
 from shardwright.parallel.hooks import CommHook
 
 
@@ -182,7 +182,8 @@ class GradientBuckets:
         with self.mesh.recorder.phase("reduce"):
             work = self.hook.start(bucket.gradients, bucket.comms, bucket.name)
         self._launched.append((work, launch))
-        work.on_done(lambda: self._ends.__setitem__(index, self._now()))
+        ends = self._ends  # of this step: the call may come late, from another thread
+        work.on_done(lambda: ends.__setitem__(index, self._now()))
 
     def _now(self) -> float:
         return time.perf_counter() - self._origin
@@ -192,11 +193,6 @@ class GradientBuckets:
     def named(self, kind: str) -> dict[str, Tensor]:
         """Views by parameter name; ``kind`` is ``gradients``, ``master`` or ``parameters``."""
         return {name: view for bucket in self.buckets for name, view in bucket.views(getattr(bucket, kind))}
-
-    def squared_norm(self) -> Tensor:
-        """The squared norm of this rank's gradients, a scalar in the gradients' dtype."""
-        norms = [torch.linalg.vector_norm(bucket.gradients) for bucket in self.buckets if bucket.plan.numel]
-        return torch.stack(norms).square().sum() if norms else torch.zeros(())
 
     def check_replicas(self) -> None:
         """Refuse to start when ranks that must hold equal parameters do not; names the parameter."""
@@ -222,9 +218,3 @@ class GradientBuckets:
             "gradients": sum(b.gradients.nbytes for b in buckets),
             "master": master,
         }
-
-    def detach(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Give the parameters back to plain autograd."""
-        for parameter in parameters.values():
-            if slot_of(parameter) is not None:
-                set_slot(parameter, None)

@@ -245,6 +245,24 @@ class MicroBatch:
         """The same in page-locked memory (needs CUDA)."""
         return self._map(torch.Tensor.pin_memory)
 
+    def padded(self, multiple: int) -> MicroBatch:
+        """With as many tokens as a multiple of ``multiple``: the padding is a segment of its own and never counts."""
+        extra = -len(self.tokens) % multiple
+        if extra == 0:
+            return self
+
+        def grown(tensor: torch.Tensor, value: int) -> torch.Tensor:
+            return torch.cat([tensor, tensor.new_full((extra,), value)])
+
+        return dataclasses.replace(
+            self,
+            tokens=grown(self.tokens, 0),
+            targets=grown(self.targets, IGNORE),
+            positions=grown(self.positions, 0),
+            token_index=grown(self.token_index, 0),
+            lengths=(*self.lengths, extra),
+        )
+
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         return dataclasses.replace(
             self,

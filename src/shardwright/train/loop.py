@@ -35,6 +35,7 @@ from shardwright.train.display import TrainDisplay
 from shardwright.train.metrics import MetricsWriter, bits_per_byte, peak_memory_bytes
 from shardwright.train.peak import peak_flops
 from shardwright.train.prepare import PreparedData, prepare_data
+from shardwright.train.state import full_tensors, local_tensors
 from shardwright.train.step import StepResult, Trainer, check_supported
 
 
@@ -276,7 +277,9 @@ class Run:
             "peak_memory_bytes": peak_memory_bytes(self._cuda_peak()),
         }
         if self.is_main and losses:
-            predicted = predict_step(self.config.model, self.config.layout, self.config.train.freeze)
+            predicted = predict_step(
+                self.config.model, self.config.layout, self.config.data.seq_len, self.config.train.freeze
+            )
             self.last_ledger.memory = memory
             summary["ledger"] = {"predicted": predicted, "measured": self.last_ledger}
             table = {
@@ -331,7 +334,9 @@ class Run:
             return
         state = load_checkpoint(path, self.trainer.model.specs)
         self._copy_weights(state.weights)
-        self.trainer.optimizer.load(state.optimizer, int(state.extra["optimizer_steps"]))
+        specs, mesh = self.trainer.model.specs, self.mesh
+        optimizer = {kind: local_tensors(named, specs, mesh) for kind, named in state.optimizer.items()}
+        self.trainer.optimizer.load(optimizer, int(state.extra["optimizer_steps"]))
         self.step, self.samples, self.checkpoint = state.step, state.samples, path
         self._say(f"resumed from {path.name}: step {self.step}, {self.samples} samples read")
 
@@ -357,18 +362,19 @@ class Run:
         trainer = self.trainer
         named = trainer.parameters.items()
         copy_weights(named, trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
-        for bucket in trainer.buckets.buckets:
-            if bucket.master is not bucket.parameters:
-                bucket.master.copy_(bucket.parameters)
+        masters = trainer.buckets.named("master").items()  # in fp32 also where the parameters are not
+        copy_weights(masters, trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
 
     def _maybe_save(self, last: bool) -> None:
         every = self.config.train.save_every
         if not (last or (every and self.step % every == 0)):
             return
+        with self.mesh.recorder.phase("checkpoint"):
+            state = self._state()
         if self.is_main:
             save_checkpoint(
                 self._root,
-                self._state(),
+                state,
                 self.config.model,
                 tokenizer_folder=self.data.tokenizer_folder,
                 keep_last=self.config.train.keep_last,
@@ -379,12 +385,15 @@ class Run:
         self.mesh.recorder.take()
 
     def _state(self) -> CheckpointState:
-        trainer = self.trainer
+        """Full logical tensors, the same on every rank of a tp group; every rank must call."""
+        trainer, specs = self.trainer, self.trainer.model.specs
+        weights = {name: parameter.detach() for name, parameter in trainer.parameters.items()}
+        optimizer = trainer.optimizer.named_state()
         return CheckpointState(
             step=self.step,
             samples=self.samples,
-            weights={name: parameter.detach() for name, parameter in trainer.parameters.items()},
-            optimizer=trainer.optimizer.named_state(),
+            weights=full_tensors(weights, specs, self.mesh),
+            optimizer={kind: full_tensors(named, specs, self.mesh) for kind, named in optimizer.items()},
             extra={"optimizer_steps": trainer.optimizer.step_count, "config": self.config.to_table()},
         )
 

@@ -137,21 +137,23 @@ def global_norm(buckets: GradientBuckets, mesh: Mesh) -> Tensor:
 
     Squares are summed over the axes that shard a parameter only; over pp, whose stages hold different parameters, all.
     """
-    by_axes: dict[bool, Tensor] = {}
+    held = _zero_scalar(buckets)
+    sharded = held.clone()
     for bucket in buckets.buckets:
-        sharded = mesh.tp.size > 1 and "tp" not in bucket.plan.reduce_axes
         square = torch.linalg.vector_norm(bucket.gradients).square()
-        by_axes[sharded] = by_axes[sharded] + square if sharded in by_axes else square
-    reference = mesh_scalar(buckets)
-    total = by_axes.get(False, torch.zeros_like(reference))
+        if "tp" in bucket.plan.shard_axes:
+            sharded += square
+        else:
+            held += square
     if mesh.tp.size > 1:
-        total = total + mesh.tp.all_reduce(by_axes.get(True, torch.zeros_like(reference)), name="norm")
+        mesh.tp.all_reduce(sharded, name="norm")
+    total = held + sharded
     if mesh.pp.size > 1:
-        total = mesh.pp.all_reduce(total.clone(), name="norm")
+        mesh.pp.all_reduce(total, name="norm")
     return total.sqrt()
 
 
-def mesh_scalar(buckets: GradientBuckets) -> Tensor:
+def _zero_scalar(buckets: GradientBuckets) -> Tensor:
     """A zero scalar of the gradients' dtype and device."""
     first = buckets.buckets[0].gradients if buckets.buckets else torch.zeros(1)
     return torch.zeros((), dtype=first.dtype, device=first.device)

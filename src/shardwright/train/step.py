@@ -71,11 +71,11 @@ def check_supported(config: RunConfig) -> None:
     """Refuse, before any process starts, what training cannot do yet."""
     layout = config.layout
     usual = Layout()
-    for name in ("tp", "cp", "pp", "ep", "zero", "dp_replicate", "offload", "delayed_update", "virtual"):
+    for name in ("cp", "pp", "ep", "zero", "dp_replicate", "offload", "delayed_update", "virtual"):
         if getattr(layout, name) != getattr(usual, name):
             raise LayoutError(
                 f"{name}={getattr(layout, name)} can be planned but not trained yet; "
-                f"train with dp, microbatches and recompute, and leave {name} out"
+                f"train with dp, tp, microbatches and recompute, and leave {name} out"
             )
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
@@ -116,6 +116,7 @@ class Trainer:
             mesh.recorder,
             recompute=self.layout.recompute,
             dtype=dtype,
+            token_shards=self.layout.tp if self.layout.sequence_parallel else 1,
         )
         self.stop_requested = False
         self.on_gradients: Callable[[Trainer], None] | None = None
@@ -127,6 +128,8 @@ class Trainer:
 
     def context(self, batch: MicroBatch, step: int, *, training: bool = True) -> Context:
         """What the model is told about one micro-batch, on this rank's device."""
+        if self.layout.sequence_parallel:
+            batch = batch.padded(self.layout.tp)
         batch = batch.to(self.device)
         windows = [self.config.model.layer_window(layer) for layer in range(self.config.model.num_layers)]
         return self.model.context(
@@ -149,7 +152,8 @@ class Trainer:
         timings = self.buckets.finish()
         if self.on_gradients is not None:
             self.on_gradients(self)
-        norm = _read(global_norm(self.buckets, self.mesh))
+        with self.mesh.recorder.phase("update"):
+            norm = _read(global_norm(self.buckets, self.mesh))
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
         finite = norm - norm == 0.0  # false for inf and nan
         if finite:
@@ -208,9 +212,11 @@ class Trainer:
 
     def _agree(self, num_valid: int) -> tuple[int, bool]:
         """Valid tokens of the whole global batch, and whether any rank asked to stop."""
-        counts = torch.tensor([num_valid, int(self.stop_requested)], dtype=torch.int64, device=self.device)
+        place = self.mesh.coordinates
+        counted = num_valid if place["tp"] == place["pp"] == 0 else 0  # the others read the same tokens
+        counts = torch.tensor([counted, int(self.stop_requested)], dtype=torch.int64, device=self.device)
         with self.mesh.recorder.phase("data"):
-            tokens, stops = _read_all(self.mesh.dp_cp.all_reduce(counts, name="tokens"))
+            tokens, stops = _read_all(self.mesh.world.all_reduce(counts, name="tokens"))
         return int(tokens), stops > 0
 
     def _gather_metrics(self, loss_sum: Tensor, busy: float) -> tuple[float, tuple[float, ...]]:

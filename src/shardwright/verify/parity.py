@@ -18,6 +18,7 @@ from shardwright.comm.mesh import Mesh
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
+from shardwright.core.specs import parameter_specs
 from shardwright.launch import RankEnv, init_process_group, launch
 from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
@@ -290,15 +291,35 @@ def verify(
         timeout_s=config.train.timeout_s,
     )
     reference = reference_run(config, whole_batches(train_sampler(config, data, 0)), steps)
-    predicted = predict_step(config.model, layout, config.train.freeze)
-    dryrun = dry_step(config)
-    return compare(config, traces, reference, predicted, dryrun)
+    return compare(config, traces, reference, dry_step(config))
 
 
-def compare(
-    config: RunConfig, traces: list[Trace], reference: Trace, predicted: Ledger, dryrun: Ledger
-) -> Verification:
-    """Rank 0 against the reference; every other rank against rank 0, bit for bit."""
+def assemble(config: RunConfig, locals_: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Comparison]:
+    """Full tensors from every rank's slices, and whether ranks that hold the same slice hold the same bits."""
+    specs, grid = parameter_specs(config.model), config.layout.grid
+    full: dict[str, Tensor] = {}
+    seen: dict[tuple[str, str], Tensor] = {}
+    worst, where = 0.0, ""
+    for rank, tensors in enumerate(locals_):
+        for name, local in tensors.items():
+            part = specs[name].slices(config.layout, grid.coordinates(rank))
+            if name not in full:
+                full[name] = torch.full(specs[name].shape, torch.nan, dtype=local.dtype)
+            first = seen.setdefault((name, str(part)), local)
+            if not torch.equal(first, local):
+                difference = (first - local).abs().max().item()
+                worst, where = max(worst, difference or float("inf")), f"rank {rank} {name}"
+            full[name][part] = first
+    return full, Comparison(worst, 0.0, where)
+
+
+def compare(config: RunConfig, traces: list[Trace], reference: Trace, dryrun: Ledger) -> Verification:
+    """The ranks' slices put together against the reference; copies of a slice against each other, bit for bit."""
+    layout, frozen = config.layout, config.train.freeze
+    predictions = [
+        predict_step(config.model, layout, config.data.seq_len, frozen, rank) for rank in range(layout.world_size)
+    ]
+    predicted = predictions[0]
     exact = config.layout.reduce_dtype == "fp32"
     tolerance = TOLERANCES[config.layout.precision if exact else "bf16"]
     first = traces[0]
@@ -306,22 +327,27 @@ def compare(
     got = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(first.losses)}
     norms = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(reference.norms)}
     got_norms = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(first.norms)}
-    gradients = [max_rel_diff(a, b) for a, b in zip(first.gradients, reference.gradients, strict=True)]
+    steps = range(len(first.losses))
+    gradients = [
+        max_rel_diff(assemble(config, [trace.gradients[step] for trace in traces])[0], reference.gradients[step])
+        for step in steps
+    ]
+    parameters, replicas = assemble(config, [trace.parameters for trace in traces])
     worst_step = max(range(len(gradients)), key=lambda step: gradients[step][0])
     differences = [f"predicted, dry run: {line}" for line in predicted.differences(dryrun)]
     for rank, trace in enumerate(traces):
         for step, ledger in enumerate(trace.ledgers):
             where = f"predicted, rank {rank} step {step}"
-            differences += [f"{where}: {line}" for line in predicted.differences(ledger)]
+            differences += [f"{where}: {line}" for line in predictions[rank].differences(ledger)]
     return Verification(
         config.layout,
         Comparison(*_swap(max_rel_diff(got, losses), tolerance["loss"])),
         Comparison(
             *_swap((gradients[worst_step][0], f"step {worst_step} {gradients[worst_step][1]}"), tolerance["gradients"])
         ),
-        Comparison(*_swap(max_rel_diff(first.parameters, reference.parameters), tolerance["parameters"])),
+        Comparison(*_swap(max_rel_diff(parameters, reference.parameters), tolerance["parameters"])),
         Comparison(*_swap(max_rel_diff(got_norms, norms), tolerance["gradients"])),
-        _replicas(traces),
+        _same_losses(traces, replicas),
         predicted,
         dryrun,
         first.ledgers[-1],
@@ -329,17 +355,12 @@ def compare(
     )
 
 
-def _replicas(traces: list[Trace]) -> Comparison:
-    """Largest difference between ranks that must be equal bit for bit: parameters, reported losses and norms."""
-    worst, where = 0.0, ""
-    for rank, trace in enumerate(traces[1:], start=1):
-        for name, value in traces[0].parameters.items():
-            if not torch.equal(value, trace.parameters[name]):
-                difference = (value - trace.parameters[name]).abs().max().item()
-                worst, where = max(worst, difference or float("inf")), f"rank {rank} {name}"
-        if (trace.losses, trace.norms) != (traces[0].losses, traces[0].norms):
-            worst, where = float("inf"), f"rank {rank} reports other losses or norms"
-    return Comparison(worst, 0.0, where)
+def _same_losses(traces: list[Trace], replicas: Comparison) -> Comparison:
+    """``replicas``, or the first rank that reports other losses than rank 0."""
+    for rank, trace in enumerate(traces):
+        if trace.losses != traces[0].losses:
+            return Comparison(float("inf"), 0.0, f"rank {rank} reports other losses")
+    return replicas
 
 
 def _swap(found: tuple[float, str], tolerance: float) -> tuple[float, float, str]:

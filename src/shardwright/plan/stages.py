@@ -1,0 +1,181 @@
+"""Which layers a pipeline stage holds, and how many parameters a rank of it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwright.core.layout import Layout
+from shardwright.core.model_config import ModelConfig
+from shardwright.core.specs import parameter_specs
+from shardwright.errors import LayoutError
+from shardwright.plan.compute import LayerKind
+
+V_SHAPED = ("zb_v", "dualpipe_v")
+"""Schedules that place stage 2p-1-s beside stage s."""
+
+
+def layers_per_stage(model: ModelConfig, layout: Layout) -> tuple[int, ...]:
+    """Layers of each of the pp*virtual stages, in order: ``stages=20+20+20+20``, or as even as can be.
+
+    What does not divide goes to the stages in the middle first: the ends hold the embedding and the head as well.
+    """
+    stages = num_stages(layout)
+    if layout.stages:
+        try:
+            counts = tuple(int(part) for part in layout.stages.split("+"))
+        except ValueError:
+            raise LayoutError(f"stages={layout.stages} must be layers per stage joined by +, 20+20 say") from None
+        if len(counts) != stages or sum(counts) != model.num_layers or min(counts) < 0:
+            raise LayoutError(
+                f"stages={layout.stages} must be {stages} numbers that add up to the model's {model.num_layers} layers"
+            )
+        return counts
+    each, rest = divmod(model.num_layers, stages)
+    order = sorted(range(stages), key=lambda stage: -min(stage, stages - 1 - stage))
+    takes_more = set(order[:rest])
+    return tuple(each + (stage in takes_more) for stage in range(stages))
+
+
+def num_stages(layout: Layout) -> int:
+    """pp*virtual; a V-shaped schedule has two chunks on each rank whether ``virtual`` says so or not."""
+    return layout.pp * (2 if layout.schedule in V_SHAPED and layout.pp > 1 else layout.virtual)
+
+
+def chunks_per_rank(layout: Layout) -> int:
+    return num_stages(layout) // layout.pp
+
+
+def stages_of_rank(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Stages that pipeline rank ``rank`` holds: every pp-th, or a V."""
+    stages = num_stages(layout)
+    if layout.schedule in V_SHAPED and layout.pp > 1:
+        return (rank, stages - 1 - rank)
+    return tuple(range(rank, stages, layout.pp))
+
+
+@dataclass(frozen=True)
+class RankUnits:
+    """What one pipeline rank holds: how many layers of each kind, the embedding, the head."""
+
+    layers: tuple[tuple[LayerKind, int], ...]
+    embedding: bool
+    head: bool
+
+    @property
+    def num_layers(self) -> int:
+        return sum(count for _, count in self.layers)
+
+
+def rank_units(layout: Layout, rank: int, counts: tuple[int, ...], kinds: tuple[LayerKind, ...]) -> RankUnits:
+    """The units of pipeline rank ``rank``; ``kinds`` are those of all layers, ``counts`` the layers per stage."""
+    stages = stages_of_rank(layout, rank)
+    held: dict[LayerKind, int] = {}
+    for stage in stages:
+        start = sum(counts[:stage])
+        for kind in kinds[start : start + counts[stage]]:
+            held[kind] = held.get(kind, 0) + 1
+    return RankUnits(tuple(held.items()), 0 in stages, len(counts) - 1 in stages)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of a unit on one rank before any ZeRO sharding; ``experts`` are those that ep divides."""
+
+    dense: int
+    experts: int = 0
+
+    def times(self, count: int) -> Parameters:
+        return Parameters(self.dense * count, self.experts * count)
+
+    def plus(self, other: Parameters) -> Parameters:
+        return Parameters(self.dense + other.dense, self.experts + other.experts)
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+class ParameterTable:
+    """Parameters of each kind of unit on a rank, for any tp and ep; dense parts come from the spec table."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+        dense = {"num_layers": 1, "sliding_layers": None, "moe": None}
+        twin = model if model.mla is None else _without_latent(model)
+        self._twin = twin.model_copy(update=dense)
+        self._count = lru_cache(maxsize=None)(self._count_units)
+
+    def _count_units(self, tp: int) -> dict[str, int]:
+        """Elements by unit of a one-layer dense twin on tp rank 0, which has the largest slice."""
+        layout = Layout(tp=tp)
+        found = {"embedding": 0, "attention": 0, "mlp": 0, "head": 0, "norms": 0, "vocab": 0}
+        for spec in parameter_specs(self._twin).values():
+            size = 1
+            for part in spec.local_shape(layout, {"tp": 0}):
+                size *= part
+            part_name = spec.unit if spec.unit in ("embedding", "head") else spec.name.split(".")[2]
+            found[part_name if part_name in found else "norms"] += size
+            if spec.name == "embedding.token.weight":
+                found["vocab"] = size
+        return found
+
+    def layer(self, kind: LayerKind, tp: int, ep: int) -> Parameters:
+        """One block."""
+        model, count = self.model, self._count(tp)
+        attention = count["attention"] if model.mla is None else _latent(model, tp)
+        if model.attention_sinks:
+            attention += -(-model.num_heads // tp)
+        dense = count["norms"] + attention
+        if not kind.moe:
+            return Parameters(dense + count["mlp"])
+        moe = model.moe
+        assert moe is not None
+        inward = 2 if model.activation == "swiglu" else 1
+        dense += model.dim * moe.num_experts + moe.num_experts * (moe.router_bias + moe.bias_correction)
+        dense += model.dim * moe.shared_gate
+        if moe.shared_dim:
+            dense += (inward + 1) * model.dim * -(-moe.shared_dim // tp)
+            dense += inward * -(-moe.shared_dim // tp) + model.dim if model.mlp_bias else 0
+        one = (inward + 1) * model.dim * moe.expert_dim
+        one += inward * moe.expert_dim + model.dim if model.mlp_bias else 0
+        return Parameters(dense, one * (moe.num_experts // ep))
+
+    def embedding(self, tp: int) -> Parameters:
+        return Parameters(self._count(tp)["embedding"])
+
+    def head(self, tp: int, *, with_embedding: bool) -> Parameters:
+        """The final norm and the output matrix; a tied matrix is the embedding's where a rank holds both ends."""
+        count = self._count(tp)
+        tied = count["vocab"] if self.model.tied_head and not with_embedding else 0
+        return Parameters(count["head"] + tied)
+
+    def of_rank(self, units: RankUnits, tp: int, ep: int) -> Parameters:
+        """All parameters of one rank of a pipeline rank with these units."""
+        total = Parameters(0)
+        for kind, count in units.layers:
+            total = total.plus(self.layer(kind, tp, ep).times(count))
+        if units.embedding:
+            total = total.plus(self.embedding(tp))
+        if units.head:
+            total = total.plus(self.head(tp, with_embedding=units.embedding))
+        return total
+
+
+def _without_latent(model: ModelConfig) -> ModelConfig:
+    """The same model with plain attention, whose norms, MLP and tables are the same."""
+    return model.model_copy(update={"mla": None})
+
+
+def _latent(model: ModelConfig, tp: int) -> int:
+    """Latent attention on one of tp ranks: heads are split, the down-projections and their norms are replicated."""
+    mla = model.mla
+    assert mla is not None
+    heads = -(-model.num_heads // tp)
+    if mla.q_lora_rank is None:
+        size = model.dim * heads * model.head_dim
+    else:
+        size = mla.q_lora_rank * (model.dim + 1) + mla.q_lora_rank * heads * model.head_dim
+    size += model.dim * (mla.kv_lora_rank + mla.rope_head_dim) + mla.kv_lora_rank
+    size += mla.kv_lora_rank * heads * (mla.nope_head_dim + mla.v_head_dim)
+    return size + heads * mla.v_head_dim * model.dim
