@@ -1,4 +1,4 @@
-"""The command line: ``shardwright train | verify | bench | generate | tokenize``.
+"""The command line: ``shardwright train | verify | bench | generate | tokenize | schedule``.
 
 Every verb takes ``--json`` (one JSON object on stdout, nothing else there). Exit codes: 0 done, 1 ran and the answer is
 "no", 2 the user's mistake, 3 a rank failed (named). torch is imported by the verbs that need it, in their ranks.
@@ -175,6 +175,35 @@ def tokenize(
         f"{out}: {info.documents} documents of {info.files} files; {info.train_tokens} tokens to train on, "
         f"{info.valid_tokens} held out; {info.skipped} skipped, {info.replaced} with bytes replaced"
     )
+
+
+@app.command("schedule", epilog="Example: shardwright schedule zb_v --stages 4 --microbatches 8")
+def draw_schedule(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="gpipe, 1f1b, interleaved, zb_h1, ... or file:PATH.")],
+    stages: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks (a file says it itself).")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Micro-batches (a file says it itself).")] = None,
+    virtual: Annotated[int, typer.Option(min=1, help="Chunks per rank, for interleaved schedules.")] = 1,
+    f: Annotated[float, typer.Option("--f", min=0.0, help="Time of one chunk's forward.")] = 1.0,
+    b: Annotated[float, typer.Option("--b", min=0.0, help="Time of its input gradient.")] = 1.0,
+    w: Annotated[float, typer.Option("--w", min=0.0, help="Time of its weight gradient.")] = 1.0,
+    svg_path: Annotated[Path | None, typer.Option("--svg", metavar="OUT", help="Draw it into this file too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw and check a pipeline schedule: who computes what when, the bubble, what is in flight."""
+    from shardwright.schedule.draw import grid, report, svg
+
+    result = report(name, stages, microbatches, virtual, (f, b, w))
+    console = Console(quiet=as_json)
+    if result.timeline is not None:
+        console.print(grid(result.timeline, console.width))
+        if svg_path is not None:
+            svg_path.parent.mkdir(parents=True, exist_ok=True)
+            svg_path.write_text(svg(result.timeline), encoding="utf-8")
+    for line in (*result.lines(), *result.problems):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        _print_json(result.to_json())
+    raise typer.Exit(1 if result.problems else 0)
 
 
 @bench_app.command("train", epilog="Example: shardwright bench train --layout dp=2 --peer ddp")

@@ -49,7 +49,13 @@ def short(cache: Path) -> dict[str, Any]:
 def trained(tmp_path_factory: pytest.TempPathFactory, short: dict[str, Any]) -> TrainedRun:
     """A run of 20 steps over two ranks, evaluated and saved every 10, with a trace."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    changes = {**short, "train__steps": STEPS, "train__eval_every": 10, "train__save_every": 10, "train__run_dir": folder}
+    changes = {
+        **short,
+        "train__steps": STEPS,
+        "train__eval_every": 10,
+        "train__save_every": 10,
+        "train__run_dir": folder,
+    }
     return TrainedRun(
         folder, changes, shardwright("train", TINY, "--layout", "dp=2", "--profile", "--json", *sets(**changes))
     )

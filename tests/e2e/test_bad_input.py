@@ -109,7 +109,10 @@ def test_a_run_file_that_is_none(place: Path, verb: str, file: str, message: str
         ("data.valid_fraction=1", r"data\.valid_fraction=1: input should be less than 1"),
         ("data.sources=[]", r"data\.sources=\[\]: .* at least 1 item"),
         ("data.sources=7", r"data\.sources=7 is not a list"),
-        ("data.sources=[{path='words.txt', weight=-1}]", r"data\.sources\.0\.weight=-1: input should be greater than 0"),
+        (
+            "data.sources=[{path='words.txt', weight=-1}]",
+            r"data\.sources\.0\.weight=-1: input should be greater than 0",
+        ),
         ("data=7", r"data=7 is not a table; write its keys below \[data\]"),
         ("model=7", r"model=7 is neither a name nor a table; write model = "),
         ("model=tinny", r"model 'tinny' is neither a preset nor a file or folder; did you mean 'tiny'"),
@@ -133,9 +136,9 @@ def test_a_value_that_cannot_be(place: Path, short: dict[str, Any], change: str,
         ("dp=2,dp=3", r"dp is given twice; give it once"),
         ("recompute=some", r"recompute=some is not known; use one of none, selective, full"),
         ("tp=3", r"tp=3 must divide the model's 4 attention heads; use tp=1, 2 or 4"),
-        ("tp=2", r"tp=2 can be planned but not trained yet; train with dp, microbatches and recompute, and leave tp out"),
-        ("pp=2", r"pp=2 can be planned but not trained yet"),
-        ("zero=1", r"zero=1 can be planned but not trained yet"),
+        ("pp=3", r"pp\*virtual=3 stages need as many layers, the model has 2; use at most pp=2"),
+        ("ep=3", r"ep=3 must divide tp\*cp\*dp=1; use ep=1"),
+        ("offload=params", r"offload=params can be planned but not trained yet; train with .*, and leave offload out"),
         ("precision=fp8", r"precision=fp8 can be planned but not trained; use fp32, bf16 or fp64"),
     ],
 )
@@ -177,7 +180,10 @@ def test_half_of_torchruns_environment(place: Path, short: dict[str, Any], monke
         ("torn.jsonl", r"torn\.jsonl:2: not JSON .*; one JSON object a line is needed"),
         ("damaged.parquet", r"cannot read damaged\.parquet: .*; repair the file or leave it out"),
         ("half.bin", r"half\.idx has 17 bytes, its header alone needs \d+; make the dataset again"),
-        ("[{path='words.txt', valid_path='half'}]", r"valid_path='half' goes with an indexed dataset, but words\.txt is"),
+        (
+            "[{path='words.txt', valid_path='half'}]",
+            r"valid_path='half' goes with an indexed dataset, but words\.txt is",
+        ),
     ],
 )
 def test_text_that_cannot_be_read(place: Path, short: dict[str, Any], source: str, message: str) -> None:
@@ -187,7 +193,11 @@ def test_text_that_cannot_be_read(place: Path, short: dict[str, Any], source: st
 
 @pytest.mark.parametrize("source", ["nowhere.txt", "empty.txt", "empty_folder", "picture.bin", "other_field.jsonl"])
 def test_tokenize_leaves_nothing_of_text_that_cannot_be_read(place: Path, source: str) -> None:
-    check(place, ["tokenize", source, "--out", "new"], source.replace(".", r"\.") if source != "empty.txt" else "nothing to read")
+    check(
+        place,
+        ["tokenize", source, "--out", "new"],
+        source.replace(".", r"\.") if source != "empty.txt" else "nothing to read",
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,7 +205,10 @@ def test_tokenize_leaves_nothing_of_text_that_cannot_be_read(place: Path, source
     [
         (["--field", "body"], r"words\.jsonl:1: no field 'body', only 'text'; name the text's field"),
         (["--vocab-size", "100"], r"vocab_size=100 is too small: 256 bytes and"),
-        (["--vocab-size", "-1"], r"invalid value for '--vocab-size': .* greater than or equal to 1; see shardwright tok"),
+        (
+            ["--vocab-size", "-1"],
+            r"invalid value for '--vocab-size': .* greater than or equal to 1; see shardwright tok",
+        ),
         (["--valid-fraction", "2"], r"invalid value for '--valid-fraction': .* less than or equal to 0\.999; see"),
         (["--tokenizer", "nowhere"], r"no tokenizer at nowhere; give a tokenizer\.json or a folder with one"),
         (["--tokenizer", "used/config.toml"], r"cannot read used/config\.toml: .*; it must be a JSON file"),
@@ -229,7 +242,10 @@ def test_a_vocabulary_of_another_size_than_the_tokenizers(
 def test_a_vocabulary_larger_than_the_text_gives_and_then_more_text(place: Path, short: dict[str, Any]) -> None:
     """The tokenizer that was too small is not kept: what the message advises works."""
     command = train(short, data__sources="words.txt", model__vocab_size=290, data__cache="new_cache")
-    refused(shardwright(*command, "--json"), r"model\.vocab_size=290 is larger than the tokenizer's \d+ tokens; set .* more text")
+    refused(
+        shardwright(*command, "--json"),
+        r"model\.vocab_size=290 is larger than the tokenizer's \d+ tokens; set .* more text",
+    )
     assert not (place / "new").exists()
     with (place / "words.txt").open("a") as file:
         file.write("Many different words, for instance harbour, garden, library, market, lantern and mill. " * 30)
@@ -237,10 +253,15 @@ def test_a_vocabulary_larger_than_the_text_gives_and_then_more_text(place: Path,
 
 
 def test_a_dataset_of_another_vocabulary(place: Path, short: dict[str, Any]) -> None:
-    assert shardwright("tokenize", "words.txt", "--out", "data", "--vocab-size", "260", "--json").json()["vocab_size"] == 260
+    assert (
+        shardwright("tokenize", "words.txt", "--out", "data", "--vocab-size", "260", "--json").json()["vocab_size"]
+        == 260
+    )
     check(place, train(short, data__sources="data"), r"model\.vocab_size=320 is larger than the tokenizer's 260 tokens")
     pair = train(short, data__sources="data/train", model__vocab_size=257)
-    refused(shardwright(*pair, "--json"), r"data/train holds token \d+, the model's vocabulary is 257; set vocab_size to")
+    refused(
+        shardwright(*pair, "--json"), r"data/train holds token \d+, the model's vocabulary is 257; set vocab_size to"
+    )
 
 
 def test_held_out_data_that_is_not_there_is_noticed_before_training(place: Path, short: dict[str, Any]) -> None:
@@ -256,14 +277,34 @@ def test_held_out_data_that_is_not_there_is_noticed_before_training(place: Path,
 @pytest.mark.parametrize(
     ("folder", "resume", "message"),
     [
-        ("used", "none", r"used/checkpoints already holds checkpoints \(step-10, step-20\); continue with --resume auto, or"),
-        ("metrics_only", "none", r"metrics_only holds the metrics of another run; resume that run, or give another run"),
+        (
+            "used",
+            "none",
+            r"used/checkpoints already holds checkpoints \(step-10, step-20\); continue with --resume auto, or",
+        ),
+        (
+            "metrics_only",
+            "none",
+            r"metrics_only holds the metrics of another run; resume that run, or give another run",
+        ),
         ("new", "nowhere", r"--resume nowhere: no such checkpoint; give a folder step-N, auto or none"),
-        ("new", "empty_folder", r"empty_folder has no manifest\.json: not a checkpoint, or a save that was interrupted"),
+        (
+            "new",
+            "empty_folder",
+            r"empty_folder has no manifest\.json: not a checkpoint, or a save that was interrupted",
+        ),
         ("new", "words.txt", r"--resume words\.txt: no such checkpoint"),
-        ("new", f"torn/checkpoints/{STEP}", r"model\.safetensors has 1000 bytes instead of \d+; use another checkpoint"),
+        (
+            "new",
+            f"torn/checkpoints/{STEP}",
+            r"model\.safetensors has 1000 bytes instead of \d+; use another checkpoint",
+        ),
         ("torn", "auto", r"no complete checkpoint to continue from \(step-10, step-20 lack data\); move them away"),
-        ("used", "used/checkpoints/step-10", r"later checkpoints \(step-20\) than step-10, .*; move them away, use --resume"),
+        (
+            "used",
+            "used/checkpoints/step-10",
+            r"later checkpoints \(step-20\) than step-10, .*; move them away, use --resume",
+        ),
     ],
 )
 def test_a_run_folder_or_checkpoint_that_cannot_be_used(
@@ -277,7 +318,11 @@ def test_a_run_folder_or_checkpoint_that_cannot_be_used(
 
 def test_a_checkpoint_of_another_model(place: Path, short: dict[str, Any]) -> None:
     changes = train(short, model__dim=32, train__steps=STEPS + 2)
-    check(place, [*changes, "--resume", f"used/checkpoints/{STEP}"], r"does not match the model: .*; use the configuration")
+    check(
+        place,
+        [*changes, "--resume", f"used/checkpoints/{STEP}"],
+        r"does not match the model: .*; use the configuration",
+    )
 
 
 def test_a_corrupt_checkpoint_of_full_size(place: Path, short: dict[str, Any]) -> None:
@@ -286,7 +331,11 @@ def test_a_corrupt_checkpoint_of_full_size(place: Path, short: dict[str, Any]) -
     content[-1] ^= 1
     weights.write_bytes(content)
     changes = train(short, train__run_dir="used", train__steps=STEPS + 2)
-    check(place, [*changes, "--resume", "auto"], r"model\.safetensors is corrupt \(its SHA-256 differs\); use another checkp")
+    check(
+        place,
+        [*changes, "--resume", "auto"],
+        r"model\.safetensors is corrupt \(its SHA-256 differs\); use another checkp",
+    )
 
 
 @pytest.mark.parametrize("run_dir", ["words.txt", "words.txt/deeper/still"])
@@ -298,8 +347,14 @@ def test_a_run_folder_below_a_file(place: Path, short: dict[str, Any], run_dir: 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_is_read_only(place: Path, short: dict[str, Any]) -> None:
     (place / "empty_folder").chmod(0o555)
-    check(place, train(short, train__run_dir="empty_folder/run"), r"cannot be made: \S*empty_folder is no folder to write in")
-    check(place, train(short, data__cache="empty_folder/data"), r"cannot write empty_folder/data: Permission denied; give")
+    check(
+        place,
+        train(short, train__run_dir="empty_folder/run"),
+        r"cannot be made: \S*empty_folder is no folder to write in",
+    )
+    check(
+        place, train(short, data__cache="empty_folder/data"), r"cannot write empty_folder/data: Permission denied; give"
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where nobody can make a folder")
@@ -308,15 +363,25 @@ def test_a_run_folder_that_only_its_rank_finds_unwritable(place: Path, short: di
 
 
 def test_a_cache_below_a_file(place: Path, short: dict[str, Any]) -> None:
-    check(place, train(short, data__cache="words.txt/data"), r"cannot write words\.txt/data: Not a directory; give another")
+    check(
+        place,
+        train(short, data__cache="words.txt/data"),
+        r"cannot write words\.txt/data: Not a directory; give another",
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"train__init_from": "nowhere"}, r"model folder nowhere does not exist; give a folder with config\.json and"),
-        ({"train__init_from": f"torn/checkpoints/{STEP}"}, r"model\.safetensors is truncated or not safetensors .*; copy"),
-        ({"train__init_from": f"used/checkpoints/{STEP}", "model__dim": 32}, r"is another model than \[model\]; set model = "),
+        (
+            {"train__init_from": f"torn/checkpoints/{STEP}"},
+            r"model\.safetensors is truncated or not safetensors .*; copy",
+        ),
+        (
+            {"train__init_from": f"used/checkpoints/{STEP}", "model__dim": 32},
+            r"is another model than \[model\]; set model = ",
+        ),
         ({"train__freeze": "['blok.']"}, r"train\.freeze='blok\.' matches no parameter; names look like blocks\.0"),
         ({"data__tokenizer": "nowhere"}, r"no tokenizer at nowhere; give a tokenizer\.json or a folder with one"),
     ],
@@ -347,10 +412,19 @@ def test_generate_without_a_model(place: Path, folder: str, message: str) -> Non
     ("options", "message"),
     [
         (["--prompt", ""], r"the prompt has no tokens; give some text"),
-        (["--prompt", "Ada " * 200], r"\d+ prompt tokens and 64 new ones need \d+ positions, but step-20 has 256; shorten"),
+        (
+            ["--prompt", "Ada " * 200],
+            r"\d+ prompt tokens and 64 new ones need \d+ positions, but step-20 has 256; shorten",
+        ),
         (["--prompt", "Ada", "--max-tokens", "300"], r"has 256; shorten the prompt, or ask for at most 25\d tokens"),
-        (["--prompt", "Ada", "--max-tokens", "-3"], r"'--max-tokens': .* greater than or equal to 1; see shardwright gen"),
-        (["--prompt", "Ada", "--temperature", "-1"], r"'--temperature': .* greater than or equal to 0; see shardwright"),
+        (
+            ["--prompt", "Ada", "--max-tokens", "-3"],
+            r"'--max-tokens': .* greater than or equal to 1; see shardwright gen",
+        ),
+        (
+            ["--prompt", "Ada", "--temperature", "-1"],
+            r"'--temperature': .* greater than or equal to 0; see shardwright",
+        ),
         (["--prompt", "Ada", "--top-p", "0"], r"top_p=0\.0 must be above 0 and at most 1"),
         ([], r"missing option '--prompt'; see shardwright generate --help"),
     ],
@@ -362,7 +436,9 @@ def test_generate_with_an_option_that_cannot_be(place: Path, options: list[str],
 def test_generate_without_a_tokenizer(place: Path) -> None:
     folder = f"used/checkpoints/{STEP}"
     (place / folder / "tokenizer.json").unlink()
-    check(place, ["generate", folder, "--prompt", "Ada"], rf"no tokenizer at {folder}; give a tokenizer\.json or a folder")
+    check(
+        place, ["generate", folder, "--prompt", "Ada"], rf"no tokenizer at {folder}; give a tokenizer\.json or a folder"
+    )
 
 
 @pytest.mark.parametrize(
@@ -372,16 +448,25 @@ def test_generate_without_a_tokenizer(place: Path) -> None:
         (["train"], r"missing argument 'CONFIG'; see shardwright train --help"),
         (["train", TINY, "more.toml"], r"unexpected extra argument.*more\.toml.*; see shardwright train --help"),
         (["train", TINY, "--stes", "3"], r"no such option: --stes .*--set.*; see shardwright train --help"),
-        (["train", TINY, "--set"], r"--set '--json' is not section\.key=value; write for instance"),  # it takes the next word
+        (
+            ["train", TINY, "--set"],
+            r"--set '--json' is not section\.key=value; write for instance",
+        ),  # it takes the next word
         (["verify", TINY, "--steps", "0"], r"'--steps': .* greater than or equal to 1; see shardwright verify --help"),
         (["verify", TINY, "--steps", "some"], r"'--steps': .* integer.*; see shardwright verify --help"),
         (["verify", TINY, "--mutate", "drop-gradients"], r"mutation 'drop-gradients' is not known; did you mean '"),
         (["tokenize", "--out", "new"], r"missing argument 'SRC\.\.\.'; see shardwright tokenize --help"),
         (["tokenize", "words.txt"], r"missing option '--out'; see shardwright tokenize --help"),
         (["bench", "train", "--peer", "dpp"], r"peer 'dpp' is not known; known: .*ddp"),
-        (["bench", "train", "--model", "tinny"], r"model 'tinny' is neither a preset nor a file or folder; did you mean"),
-        (["bench", "train", "--layout", "tp=2"], r"tp=2 can be planned but not trained yet"),
-        (["bench", "train", "--rounds", "-1"], r"'--rounds': .* greater than or equal to 2; see shardwright bench train"),
+        (
+            ["bench", "train", "--model", "tinny"],
+            r"model 'tinny' is neither a preset nor a file or folder; did you mean",
+        ),
+        (["bench", "train", "--layout", "dp=0"], r"dp=0 must be at least 1; leave it out for 1"),
+        (
+            ["bench", "train", "--rounds", "-1"],
+            r"'--rounds': .* greater than or equal to 2; see shardwright bench train",
+        ),
     ],
 )
 def test_a_command_line_that_cannot_be(place: Path, arguments: list[str], message: str) -> None:

@@ -144,7 +144,13 @@ def test_under_torchrun_one_rank_speaks_for_all(tmp_path: Path, short: dict[str,
 def test_a_run_that_starts_from_weights_goes_on_from_their_loss(
     trained: TrainedRun, tmp_path: Path, short: dict[str, Any]
 ) -> None:
-    changes = {**short, "train__steps": 1, "optim__lr": 1e-12, "optim__warmup_steps": 0, "train__run_dir": tmp_path / "run"}
+    changes = {
+        **short,
+        "train__steps": 1,
+        "optim__lr": 1e-12,
+        "optim__warmup_steps": 0,
+        "train__run_dir": tmp_path / "run",
+    }
     start = sets(**changes, train__init_from=trained.checkpoint, model=trained.checkpoint)
     summary = shardwright("train", TINY, "--json", *start).json()
     assert summary["valid_loss"] == pytest.approx(trained.summary["valid_loss"], rel=1e-6)
@@ -180,13 +186,17 @@ def test_verify_says_no_when_the_reduction_is_left_out(short: dict[str, Any]) ->
 def test_generate_continues_a_prompt_as_transformers_does(trained: TrainedRun) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    ours = shardwright("generate", str(trained.checkpoint), "--prompt", "Ada found", "--max-tokens", "12", "--json").json()
+    ours = shardwright(
+        "generate", str(trained.checkpoint), "--prompt", "Ada found", "--max-tokens", "12", "--json"
+    ).json()
     assert ours.keys() >= {"text", "tokens", "tokens_per_second"}
     assert ours["tokens_per_second"] > 0
     model = AutoModelForCausalLM.from_pretrained(trained.checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(trained.checkpoint)
     prompt = tokenizer("Ada found", return_tensors="pt")
-    theirs = model.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, prompt["input_ids"].shape[1] :]
+    theirs = model.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[
+        0, prompt["input_ids"].shape[1] :
+    ]
     assert ours["tokens"] == theirs.tolist()
     assert ours["text"] == tokenizer.decode(theirs, skip_special_tokens=True)
 
@@ -215,9 +225,13 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     folder = tmp_path_factory.mktemp("books") / "books"
     (folder / "deep" / "deeper").mkdir(parents=True)
-    texts = {name: f"The {name} file tells of a quiet harbour. " * 30 for name in ("plain", "lines", "gz", "zst", "parquet")}
+    texts = {
+        name: f"The {name} file tells of a quiet harbour. " * 30 for name in ("plain", "lines", "gz", "zst", "parquet")
+    }
     (folder / "plain.txt").write_text(texts["plain"])
-    (folder / "deep" / "lines.jsonl").write_text("".join(json.dumps({"text": texts["lines"], "n": n}) + "\n" for n in (1, 2)))
+    (folder / "deep" / "lines.jsonl").write_text(
+        "".join(json.dumps({"text": texts["lines"], "n": n}) + "\n" for n in (1, 2))
+    )
     with gzip.open(folder / "deep" / "packed.jsonl.gz", "wt") as file:
         file.write(json.dumps({"text": texts["gz"]}) + "\n")
     packed = zstandard.ZstdCompressor().compress(json.dumps({"text": texts["zst"]}).encode() + b"\n")
@@ -341,6 +355,10 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_shells_can_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--install-completion" in shardwright("--help").out
-    for name, value in {"_SHARDWRIGHT_COMPLETE": "complete_bash", "COMP_WORDS": "shardwright ver", "COMP_CWORD": "1"}.items():
+    for name, value in {
+        "_SHARDWRIGHT_COMPLETE": "complete_bash",
+        "COMP_WORDS": "shardwright ver",
+        "COMP_CWORD": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     assert shardwright() == Outcome(0, "verify\n", "")

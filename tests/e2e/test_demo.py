@@ -70,7 +70,9 @@ def test_a_second_time_reuses_the_dataset(
     assert (place / "runs" / "second" / "loss.png").is_file()
 
 
-def test_a_mistake_is_one_line(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(place)
     with mock.patch.object(sys, "argv", ["demo", "train.step=4"]):
         assert demo.main() == 2

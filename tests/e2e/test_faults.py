@@ -18,7 +18,7 @@ from e2e.conftest import TrainedRun
 from e2e.kit import TINY, Outcome, finish, program, read_jsonl, sets, shardwright
 
 STEPS, SAVE_EVERY = 14, 4
-LAYOUT = "dp=2,micro_batch=4,microbatches=4"
+LAYOUT, GLOBAL_BATCH = "dp=2,micro_batch=4,microbatches=8", 64
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def continues_as_if_nothing_had_happened(run: Path, uninterrupted: Path, *, resu
     """Resume, and compare every step and the last checkpoint with the undisturbed run, bit for bit."""
     outcome = shardwright("train", str(run / "config.toml"), "--resume", "auto", *sets(train__run_dir=run))
     assert (outcome.code, outcome.err) == (0, "")
-    assert f"resumed from step-{resumed_at}: step {resumed_at}, {resumed_at * 32} samples read" in outcome.out
+    assert f"resumed from step-{resumed_at}: step {resumed_at}, {resumed_at * GLOBAL_BATCH} samples read" in outcome.out
     ours, theirs = read_jsonl(run / "metrics.jsonl"), read_jsonl(uninterrupted / "metrics.jsonl")
     for name in ("step", "loss", "grad_norm", "lr", "tokens"):
         assert [record[name] for record in ours] == [record[name] for record in theirs], name

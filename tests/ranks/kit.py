@@ -43,7 +43,8 @@ def preload() -> tuple[str, ...]:
     packages = ("comm", "ops", "parallel", "model", "train")
     files = sorted(file for package in packages for file in (root / "shardwright" / package).glob("[!_]*.py"))
     own = (".".join(file.relative_to(root).with_suffix("").parts) for file in files)
-    return ("torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "numpy", "psutil", "pytest", "shardwright.launch", *own)
+    others = ("torch", "torch.distributed", "torch._dynamo", "numpy", "psutil", "pytest", "shardwright.launch")
+    return (*others, *own)
 
 
 def run_ranks(

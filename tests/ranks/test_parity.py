@@ -153,7 +153,7 @@ def reference(config: RunConfig, data: PreparedData) -> Trace:
 
 
 def verification(config: RunConfig, data: PreparedData, found: list[Trace]) -> Verification:
-    return compare(config, found, reference(config, data), dry_step(config))
+    return compare(config, found, reference(config, data), [dry_step(config)])
 
 
 # ------------------------------------------------------------------------------------------ equal to one process

@@ -70,9 +70,9 @@ def test_the_layout_names_the_schedule(pp: int) -> None:
     assert named == (gpipe(pp, 5) if pp > 1 else one_forward_one_backward(1, 5))  # one stage: least in flight
 
 
-def test_schedules_that_are_not_built_are_refused() -> None:
-    with pytest.raises(LayoutError, match="schedule=zb_v is not built yet; use 1f1b or gpipe"):
-        make_schedule(Layout(pp=2, schedule="zb_v"))
+def test_chunks_that_a_schedule_cannot_have_are_refused() -> None:
+    with pytest.raises(LayoutError, match="schedule=zb_v has two stages per rank, virtual=3 was given; leave virtual out"):
+        make_schedule(Layout(pp=2, schedule="zb_v", virtual=3))
     with pytest.raises(LayoutError, match="virtual=2 needs a schedule with several stages per rank; leave virtual out"):
         make_schedule(Layout(pp=2, virtual=2))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import tempfile
@@ -22,7 +23,7 @@ from torch import Tensor
 from shardwright.errors import RankError
 
 PAGE = mmap.PAGESIZE
-KEEP_BYTES = 64 << 20
+KEEP_BYTES = 256 << 20
 """Free blocks up to this many bytes keep their pages for the next use; above, the pages go back to the system."""
 MAX_VIEWS = 4096
 _MOST_ADDRESSES = 1 << 46  # for the arenas of all ranks together; a process has 2**47
@@ -115,9 +116,7 @@ class Arena(Mapping):
         return offset
 
     def give(self, offset: int, num_bytes: int) -> None:
-        """Give a block of ``take`` back."""
-        if os.getpid() != self._owner:  # a forked child must not free what its parent uses
-            return
+        """Give a block of ``take(num_bytes)`` back."""
         held = self._reserved[offset]
         if self._kept + held > KEEP_BYTES:
             self.memory.madvise(mmap.MADV_REMOVE, offset, _pages(held))
@@ -144,8 +143,12 @@ class Arena(Mapping):
         num_bytes = size * dtype.itemsize
         offset = self.take(num_bytes)
         window = memoryview(self.memory)[offset : offset + num_bytes]
-        weakref.finalize(window, self.give, offset, num_bytes).atexit = False
+        weakref.finalize(window, self._drop, offset, num_bytes).atexit = False
         return torch.frombuffer(window, dtype=dtype)
+
+    def _drop(self, offset: int, num_bytes: int) -> None:
+        if os.getpid() == self._owner:  # a forked child must not free what its parent uses
+            self.give(offset, num_bytes)
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Where a contiguous tensor lies in the arena, or None if it does not."""
@@ -153,6 +156,7 @@ class Arena(Mapping):
         return offset if 0 <= offset < self.size else None
 
 
+@functools.lru_cache(4096)
 def block_size(num_bytes: int) -> int:
     """``num_bytes`` rounded up to whole pages and to one of eight sizes per power of two."""
     step = max(PAGE, 1 << max(0, num_bytes.bit_length() - 4))

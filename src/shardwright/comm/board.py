@@ -8,6 +8,7 @@ the counter that shows it, and is not written again before all readers have coun
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -15,12 +16,14 @@ import torch
 from shardwright.comm.arena import Mapping
 
 ANNOUNCED, STEP, EXECUTED = 0, 8, 16  # a cache line each
+_LAST, _ENTERED = 1, 2  # the first word of the last record written, and when that was, in ns
 _PEERS = 24
 VERBS = 256
 """Verbs of one communicator that may be in flight."""
 MAILS = 32
 """Messages from one rank to another that may be in flight."""
 _NAME_WORDS = 12
+MAX_NAMES = 4096
 
 CHECK, FIRST, SECOND, EXTRA, NAME_LENGTH, NAME = 0, 1, 2, 3, 4, 5
 _TABLE = NAME + _NAME_WORDS
@@ -79,6 +82,7 @@ class Board:
         self.words = mapping.words[first : first + num_words(size)]
         self._bytes = memoryview(mapping.memory)[offset : offset + num_words(size) * 8]
         self._verbs = _first_record(size)
+        self._names: dict[str, bytes] = {}
         self._mails = self._verbs + VERBS * _verb_words(size)
 
     def verb(self, number: int) -> int:
@@ -105,10 +109,16 @@ class Board:
         words[record + CHECK] = check
         words[record + FIRST] = location
         words[record + EXTRA] = extra
-        data = name.encode()[: _NAME_WORDS * 8]
+        data = self._names.get(name)
+        if data is None:
+            if len(self._names) >= MAX_NAMES:
+                self._names.clear()
+            data = self._names[name] = name.encode()[: _NAME_WORDS * 8]
         begin = (record + NAME) * 8
         self._bytes[begin : begin + len(data)] = data
         words[record + NAME_LENGTH] = len(data)
+        words[_LAST] = record
+        words[_ENTERED] = time.monotonic_ns()
         for peer, value in enumerate(table):
             words[record + _TABLE + peer] = value
 
@@ -117,6 +127,13 @@ class Board:
         begin = (record + NAME) * 8
         name = bytes(self._bytes[begin : begin + self.words[record + NAME_LENGTH]]).decode(errors="replace")
         return f"{decode(self.words[record + CHECK])} for {name!r}"
+
+    def last(self) -> str:
+        """The last call, for messages."""
+        if not self.words[_LAST]:
+            return "has called nothing yet"
+        seconds = (time.monotonic_ns() - self.words[_ENTERED]) / 1e9
+        return f"called {self.describe(self.words[_LAST])} {seconds:.1f} s ago and nothing since"
 
 
 def posted(peer: int) -> int:

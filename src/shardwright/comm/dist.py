@@ -116,6 +116,6 @@ def _peer_error(what: str, error: RuntimeError) -> RankError:
 
 def device_of_backend() -> torch.device:
     """The device whose tensors the initialised process group moves."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
+    if dist.is_initialized() and "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,17 +16,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwright.comm.arena import PAGE, Arena, ArenaHandle, Mapping, file_arena, memory_arena
-from shardwright.comm.waiting import Bell, Watch, store_fence, unsound_machine
+from shardwright.comm.waiting import Bell, Fence, Watch, unsound_machine
 from shardwright.errors import RankError
 
 Exchange = Callable[[Any], list[Any]]
 """Gathers one small picklable value of every rank of the world, in rank order."""
 
 # Words (int64) of a rank's page. Texts are a length and then bytes.
-_STATE, _CULPRIT, _ENTERED, _BELL, _SLEEPS, _DOING, _REASON, _BOARDS = 0, 1, 2, 3, 4, 8, 64, 128
+_STATE, _CULPRIT, _BELL, SLEEPS, _DOING, _REASON, _BOARDS = 0, 1, 2, 3, 8, 64, 128
 _OPEN, _CLOSED, _FAILED = 0, 1, 2
 MAX_COMMS = PAGE // 8 - _BOARDS
-_NS = 1_000_000_000
 
 
 class Advancing(Protocol):
@@ -42,13 +40,9 @@ class Page:
     """What one rank tells about itself; ``words`` are the int64 of its arena."""
 
     def __init__(self, mapping: Mapping) -> None:
-        self._words = mapping.words
+        self.words = mapping.words
         self._bytes = memoryview(mapping.memory)
         self.bell_address = mapping.address + _BELL * 8
-
-    def entered(self) -> None:
-        """A verb begins."""
-        self._words[_ENTERED] = time.monotonic_ns()
 
     @property
     def doing(self) -> str:
@@ -59,32 +53,26 @@ class Page:
     def doing(self, text: str) -> None:
         self._write(_DOING, text, _REASON)
 
-    def describe(self) -> str:
-        """Reads on after "rank 1 ": what it was last seen doing."""
-        entered = self._words[_ENTERED]
-        ago = f"{(time.monotonic_ns() - entered) / _NS:.1f} s ago" if entered else "never"
-        return f"waits in {self.doing}" if self.doing else f"does not wait for anybody (its last verb began {ago})"
-
     def close(self) -> None:
         """The rank will not take part any more."""
-        if self._words[_STATE] == _OPEN:
-            self._words[_STATE] = _CLOSED
+        if self.words[_STATE] == _OPEN:
+            self.words[_STATE] = _CLOSED
 
     def fail(self, culprit: int, reason: str) -> None:
         """The rank has given up; ``culprit`` is the rank that is to blame (-1: unknown). The first reason stays."""
-        if self._words[_STATE] == _OPEN:
+        if self.words[_STATE] == _OPEN:
             self._write(_REASON, reason, _BOARDS)
-            self._words[_CULPRIT] = culprit
-            self._words[_STATE] = _FAILED
+            self.words[_CULPRIT] = culprit
+            self.words[_STATE] = _FAILED
 
     @property
     def failure(self) -> tuple[int, str] | None:
         """(culprit, reason) if the rank has given up."""
-        return (self._words[_CULPRIT], self._text(_REASON)) if self._words[_STATE] == _FAILED else None
+        return (self.words[_CULPRIT], self._text(_REASON)) if self.words[_STATE] == _FAILED else None
 
     @property
     def closed(self) -> bool:
-        return self._words[_STATE] == _CLOSED
+        return self.words[_STATE] == _CLOSED
 
     # Sleeping: the sleeper says on whom, looks again, and sleeps; the other counts, looks who sleeps, and rings. With a
     # fence between the first two of each, one of the two sees the other.
@@ -92,36 +80,33 @@ class Page:
     @property
     def bell(self) -> int:
         """How often the rank has rung."""
-        return self._words[_BELL]
+        return self.words[_BELL]
 
     def count_bell(self) -> int:
         """The owner is about to ring; the address to ring at."""
-        self._words[_BELL] += 1
+        self.words[_BELL] += 1
         return self.bell_address
 
-    def sleeps_on(self, rank: int) -> bool:
-        return self._words[_SLEEPS] == rank + 1
-
     def sleep_on(self, rank: int) -> None:
-        """The owner is about to sleep until ``rank`` rings; -1: it is awake."""
-        self._words[_SLEEPS] = rank + 1
+        """The owner is about to sleep until ``rank`` rings; -1: it is awake. Word ``SLEEPS`` is that rank + 1."""
+        self.words[SLEEPS] = rank + 1
 
     def board(self, index: int) -> int:
         """Where the board of communicator ``index`` lies, 0 if it is not there yet."""
-        return self._words[_BOARDS + index]
+        return self.words[_BOARDS + index]
 
     def set_board(self, index: int, offset: int) -> None:
         assert index < MAX_COMMS, f"a rank has at most {MAX_COMMS} communicators in shared memory"
-        self._words[_BOARDS + index] = offset
+        self.words[_BOARDS + index] = offset
 
     def _text(self, word: int) -> str:
         begin = (word + 1) * 8
-        return bytes(self._bytes[begin : begin + self._words[word]]).decode(errors="replace")
+        return bytes(self._bytes[begin : begin + self.words[word]]).decode(errors="replace")
 
     def _write(self, word: int, text: str, end: int) -> None:
         data = text.encode()[: (end - word - 1) * 8]
         self._bytes[(word + 1) * 8 : (word + 1) * 8 + len(data)] = data
-        self._words[word] = len(data)
+        self.words[word] = len(data)
 
 
 class ShmHost:
@@ -137,7 +122,8 @@ class ShmHost:
         self.pages = {other: Page(mapping) for other, mapping in self.mappings.items()}
         self.page = self.pages[rank]
         self.watch = Watch(pids)
-        self.fence = store_fence()
+        self.fence = Fence()
+        self.failed = False
         self._bell = Bell()
         self.comms: weakref.WeakSet[Advancing] = weakref.WeakSet()
 
@@ -145,13 +131,9 @@ class ShmHost:
         """Move on what is in flight on the other communicators: a peer may wait for it before it comes to ``comm``."""
         return any(other.advance() for other in tuple(self.comms) if other is not comm)
 
-    def wake(self, ranks: Sequence[int]) -> None:
-        """Call after this rank has counted on a board: wakes those of ``ranks`` that sleep on it."""
-        self.fence()
-        for rank in ranks:
-            if self.pages[rank].sleeps_on(self.rank):
-                self._bell.ring(self.page.count_bell())
-                return
+    def ring(self) -> None:
+        """Wake the ranks that sleep on this one."""
+        self._bell.ring(self.page.count_bell())
 
     def sleep(self, rank: int, seconds: float, over: Callable[[], bool]) -> None:
         """Sleep until ``rank`` rings, at most ``seconds``; not at all if it is ``over``."""
@@ -180,9 +162,15 @@ class ShmHost:
                 return rank, f"rank {rank} has closed its communicators"
         return None
 
-    def fail(self, message: str, culprit: int) -> RankError:
-        """The error for ``message``, after telling the peers that this rank has given up."""
+    def give_up(self, message: str, culprit: int) -> None:
+        """Tell the peers that this rank takes part no more."""
+        self.failed = True
         self.page.fail(culprit, message)
+        self.ring()
+
+    def fail(self, message: str, culprit: int) -> RankError:
+        """The error for ``message``, after telling the peers that this rank takes part no more."""
+        self.give_up(message, culprit)
         return RankError(f"rank {self.rank}: {message}", rank=culprit)
 
     def close(self) -> None:

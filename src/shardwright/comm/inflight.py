@@ -26,7 +26,7 @@ from shardwright.comm.board import (
     Board,
     num_words,
 )
-from shardwright.comm.host import ShmHost
+from shardwright.comm.host import SLEEPS, ShmHost
 from shardwright.comm.waiting import Backoff
 from shardwright.errors import RankError
 
@@ -41,10 +41,12 @@ Steps = Generator[Need, None, None]
 class ShmWork(Work):
     """A verb, a send or a receive under way."""
 
+    __slots__ = ("_callbacks", "done", "flight", "name", "what")
+
     def __init__(self, flight: InFlight, what: str, name: str) -> None:
         self.flight, self.what, self.name = flight, what, name
         self.done = False
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] | None = None
 
     def wait(self) -> None:
         if not self.done:
@@ -54,12 +56,12 @@ class ShmWork(Work):
         if self.done:
             callback()
         else:
-            self._callbacks.append(callback)
+            self._callbacks = [*(self._callbacks or ()), callback]
 
     def finish(self) -> None:
         """The result is there."""
         self.done = True
-        for callback in self._callbacks:
+        for callback in self._callbacks or ():
             callback()
 
     def late(self) -> Sequence[int]:
@@ -71,11 +73,17 @@ class ShmWork(Work):
 
 
 class Verb(ShmWork):
-    """The ``number``-th verb; ``record`` is the first word of its record on every board of the axis."""
+    """The ``number``-th verb; ``record`` is the first word of its record on every board of the axis.
+
+    ``location``: twice the offset of this rank's data in its arena, plus 1 if that is the caller's own tensor.
+    """
+
+    __slots__ = ("blocks", "location", "need", "number", "record", "steps")
 
     def __init__(self, flight: InFlight, what: str, name: str, number: int) -> None:
-        super().__init__(flight, what, name)
-        self.number = number
+        self.flight, self.what, self.name, self.number = flight, what, name, number
+        self.done = False
+        self._callbacks = None
         self.record = flight.own.verb(number)
         self.location = 0
         self.blocks: list[tuple[int, int]] = []
@@ -106,6 +114,8 @@ class InFlight:
         self.rank, size = ranks.index(host.rank), len(ranks)
         self.others = tuple((self.rank + step) % size for step in range(1, size))
         self._peers = [rank for rank in ranks if rank != host.rank]
+        self._peer_pages = [host.pages[rank].words for rank in self._peers]
+        self._sleeps_on_me = host.rank + 1
         self.moved_bytes = 0
         self.movers: list[Mover] = []
         self._queue: deque[Verb] = deque()
@@ -164,20 +174,21 @@ class InFlight:
                 self._unread_bytes += num_bytes
             verb.finish()
         except BaseException as error:  # a verb that stops half-way would leave its peers waiting without a word
-            self.host.page.fail(getattr(error, "rank", self.host.rank), str(error) or type(error).__name__)
+            if not self.host.failed:
+                self.host.give_up(str(error) or type(error).__name__, self.host.rank)
             raise
 
     def complete(self, work: ShmWork) -> None:
         """Return when ``work`` is done."""
-        self._refuse_after_failure()
+        if self.host.failed:
+            self._refuse()
         if self.advance() and work.done:
             return
         self._stand_still(work, lambda: work.done)
 
-    def _refuse_after_failure(self) -> None:
-        failure = self.host.page.failure
-        if failure is not None:
-            raise RankError(f"rank {self.host.rank} has given up already: {failure[1]}", rank=failure[0])
+    def _refuse(self) -> None:
+        culprit, reason = self.host.page.failure or (-1, "")
+        raise RankError(f"rank {self.host.rank} has given up already: {reason}", rank=culprit)
 
     def _stand_still(self, work: ShmWork, over: Callable[[], bool]) -> None:
         """Move on what can be moved until it is ``over``; ``work`` is what the caller waits for."""
@@ -224,15 +235,26 @@ class InFlight:
                 raise self.host.fail(f"{work}: {cause}", culprit)
         elif backoff.seconds > self.timeout_s:
             waited = f"timed out after {self.timeout_s:g} s"
-            seen = "; ".join(f"rank {rank} {self.host.pages[rank].describe()}" for rank in late_ranks)
+            seen = "; ".join(f"rank {self.ranks[member]} {self._seen(member)}" for member in late)
             error = self.host.fail(f"{work} {waited}: {seen}", late_ranks[0] if len(late_ranks) == 1 else -1)
             raise error from TimeoutError(waited)
 
+    def _seen(self, member: int) -> str:
+        """Reads on after "rank 1 ": what it waits for, or what it called last."""
+        doing = self.host.pages[self.ranks[member]].doing
+        return f"waits in {doing}" if doing else self.boards[member].last()
+
     # -- verbs -----------------------------------------------------------------------------------------
+
+    def begin_message(self) -> None:
+        """A send or a receive begins."""
+        if self.host.failed:
+            self._refuse()
 
     def begin(self, what: str, name: str) -> Verb:
         """The next verb; waits if too much is in flight."""
-        self._refuse_after_failure()
+        if self.host.failed:
+            self._refuse()
         self._number += 1
         verb = Verb(self, what, name, self._number)
         if not self._room():
@@ -242,8 +264,10 @@ class InFlight:
         return verb
 
     def _room(self) -> bool:
-        """Take back the blocks that all peers have read; whether one more verb may be in flight."""
-        self._read_by_all = min(words[EXECUTED] for words in self.words)
+        """Now and then take back the blocks that all peers have read; whether one more verb may be in flight."""
+        if self._number - self._read_by_all <= 4 and self._unread_bytes <= 1 << 20:
+            return True
+        self._read_by_all = min([words[EXECUTED] for words in self.words])
         while self._unread and self._unread[0][0] <= self._read_by_all:
             _, offset, num_bytes = self._unread.popleft()
             self._unread_bytes -= num_bytes
@@ -254,7 +278,6 @@ class InFlight:
         """Show a verb to the peers; ``steps`` is its work once they have announced theirs."""
         verb.steps = steps
         self.own.write(verb.record, check, verb.name, verb.location, extra, table)
-        self.host.page.entered()
         self.show(ANNOUNCED, verb.number)
         self._queue.append(verb)
         return verb
@@ -288,9 +311,16 @@ class InFlight:
 
     def show(self, word: int, value: int) -> None:
         """Count on this rank's board: what was written before is then seen by whoever sees the count."""
-        self.host.fence()
+        fence = self.host.fence
+        fence.acquire()
+        fence.release()
         self.own.words[word] = value
-        self.host.wake(self._peers)
+        fence.acquire()
+        fence.release()
+        for words in self._peer_pages:
+            if words[SLEEPS] == self._sleeps_on_me:
+                self.host.ring()
+                break
 
     def released(self, verb: Verb) -> Steps:
         """The last step: the caller may change its tensor when no peer reads it any more."""
@@ -335,7 +365,13 @@ class InFlight:
 
     def all_direct(self, verb: Verb) -> bool:
         """No rank's tensor goes through copies, so there is one piece."""
-        return all(self.is_direct(member, verb) for member in range(len(self.ranks)))
+        word = verb.record + FIRST
+        return all(words[word] & 1 for words in self.words)
+
+    def any_direct(self, verb: Verb) -> bool:
+        """Some rank's tensor is read itself."""
+        word = verb.record + FIRST
+        return any(words[word] & 1 for words in self.words)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)

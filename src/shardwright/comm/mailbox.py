@@ -41,16 +41,22 @@ class Mailboxes:
         self._wanted: dict[int, deque[Message]] = {}  # receives
         self._numbers: dict[int, int] = {}
         self._consumed: dict[int, int] = {}
-        flight.movers.append(self)
 
     def send(self, message: Message) -> None:
         """Post a message, now if there is room."""
+        self._begin()
         self._waiting.setdefault(message.peer, deque()).append(message)
         self._post(message.peer)
 
     def receive(self, message: Message) -> None:
         """Expect a message; it is taken in a wait."""
+        self._begin()
         self._wanted.setdefault(message.peer, deque()).append(message)
+
+    def _begin(self) -> None:
+        self._flight.begin_message()
+        if self not in self._flight.movers:
+            self._flight.movers.append(self)
 
     def advance(self) -> bool:
         """Take what has come and post what there is room for; whether that was anything."""
@@ -94,7 +100,6 @@ class Mailboxes:
         message.number = self._numbers[message.peer] = self._numbers.get(message.peer, 0) + 1
         record = flight.own.mail(message.peer, message.number)
         flight.own.write(record, encode("send", 0, tensor.dtype, tensor.numel()), message.name, location)
-        flight.host.page.entered()
         flight.show(posted(message.peer), message.number)
 
     def _reclaim(self, peer: int) -> bool:

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwright.comm.base import Comm
-from shardwright.comm.dist import dist_comm
 from shardwright.comm.dry import DryComm
 from shardwright.comm.record import RecordComm, Recorder
 from shardwright.comm.solo import SoloComm
+from shardwright.comm.transport import Groups, transport_maker
 from shardwright.core.layout import Layout
 
-MESH_AXES = ("tp", "cp", "dp", "pp", "dp_cp", "world", "ep", "edp")
+MESH_AXES = ("tp", "cp", "dp", "pp", "dp_cp", "world", "ep", "edp", "tied")
 """Axes that get a communicator, in the order in which all ranks create them."""
-
-Groups = tuple[tuple[int, ...], ...]
 
 
 class Mesh:
     """Coordinates of one rank and its communicators; axes with the same ranks share one transport.
 
     ``mesh.tp``, ``mesh.cp``, ``mesh.dp``, ``mesh.pp``, ``mesh.dp_cp`` (ranks that hold the same dense slice),
-    ``mesh.world``, ``mesh.ep`` and ``mesh.edp``. Every verb is written to ``mesh.recorder``'s ledger.
+    ``mesh.world``, ``mesh.ep``, ``mesh.edp`` and ``mesh.tied`` (the two pipeline ends). Every verb is written to
+    ``mesh.recorder``'s ledger.
     """
 
     tp: Comm
@@ -32,6 +31,7 @@ class Mesh:
     world: Comm
     ep: Comm
     edp: Comm
+    tied: Comm
 
     def __init__(self, layout: Layout, rank: int, make: Callable[[str, Groups], Comm]) -> None:
         self.layout, self.rank = layout, rank
@@ -56,8 +56,8 @@ class Mesh:
 
     @classmethod
     def distributed(cls, layout: Layout, rank: int, timeout_s: float = 120.0) -> Mesh:
-        """The mesh over ``torch.distributed`` (already initialised)."""
-        return cls(layout, rank, lambda axis, groups: dist_comm(axis, groups, timeout_s))
+        """The mesh over ``torch.distributed`` (already initialised), by the transports of ``layout.comm``."""
+        return cls(layout, rank, transport_maker(layout.comm, rank, timeout_s, MESH_AXES))
 
     @classmethod
     def dry(cls, layout: Layout, rank: int = 0) -> Mesh:
@@ -74,10 +74,11 @@ class Mesh:
         return comm
 
     def reduce_comms(self, axes: tuple[str, ...]) -> list[Comm]:
-        """Communicators that together sum over ``axes``: dp and cp as one group, tp as another; size 1 left out."""
+        """Communicators that together sum over ``axes``: tp, dp and cp as one group, the pipeline ends; size 1 left out."""
         comms = [self.tp] if "tp" in axes else []
         data = tuple(axis for axis in ("cp", "dp") if axis in axes)
         comms += [self.dp_cp] if len(data) == 2 else [self.axis(axis) for axis in data]
+        comms += [self.tied] if "tied" in axes else []
         return [comm for comm in comms if comm.size > 1]
 
     def wrap(self, wrapper: Callable[[Comm], Comm]) -> Mesh:

@@ -32,11 +32,12 @@ from shardwright.comm.mailbox import Mailboxes, Message
 
 COPY_BYTES = 64 << 10
 """Tensors up to this size are copied into the arena even where they could be read in place."""
-ONE_SHOT_BYTES = 64 << 10
-"""All-reduces up to this size: every rank adds up everything. Above: its share, which it gives to the others."""
-PIECE_BYTES = 2 << 20
+ONE_SHOT_BYTES = 512 << 10
+"""All-reduces of copies up to this size, divided by the number of peers: every rank adds up everything. Others: its share,
+which it gives to the others."""
+PIECE_BYTES = 4 << 20
 """Of a tensor outside the arena, as much as this is under way at a time."""
-BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 512 << 10
 """Reductions work on this much at a time, so that it stays in the core's cache."""
 
 _COMBINE: Mapping[str, Callable[..., Tensor]] = {"sum": torch.add, "avg": torch.add, "max": torch.maximum}
@@ -54,6 +55,12 @@ class ShmComm(Comm):
         self._host = host
         self._flight = InFlight(axis, ranks, host, index, timeout_s)
         self._mail = Mailboxes(self._flight)
+        self._one_shot_bytes = max(COPY_BYTES, ONE_SHOT_BYTES // (len(ranks) - 1))
+
+    @property
+    def note(self) -> str:
+        """How the memory is held, for logs."""
+        return self._host.note
 
     @property
     def moved_bytes(self) -> int:
@@ -68,30 +75,25 @@ class ShmComm(Comm):
     def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
         flat = _flat(tensor, name, op)
         verb = self._flight.begin("all_reduce", name)
-        if flat.nbytes <= ONE_SHOT_BYTES:
-            self._stage(verb, 0, flat)
-            steps = self._one_shot(verb, flat, op)
-        else:
-            verb.location = self._flight.direct(flat)
-            if not verb.direct:
+        verb.location = self._flight.direct(flat) if flat.nbytes > COPY_BYTES else 0
+        if not verb.direct:
+            if flat.nbytes <= self._one_shot_bytes:
+                self._stage(verb, 0, flat)
+            else:
                 self._stage_shares(verb, 0, flat[: _length(flat)])
-            steps = self._two_shot(verb, flat, op)
-        return self._flight.announce(verb, encode("all_reduce", _OP_CODES[op], flat.dtype, flat.numel()), steps)
+        check = encode("all_reduce", _OP_CODES[op], flat.dtype, flat.numel())
+        return self._flight.announce(verb, check, self._all_reduce(verb, flat, op))
 
-    def _one_shot(self, verb: Verb, flat: Tensor, op: ReduceOp) -> Steps:
-        """Everybody adds up all tensors."""
+    def _all_reduce(self, verb: Verb, flat: Tensor, op: ReduceOp) -> Steps:
+        """Small copies: everybody adds up everything. Else of every piece each rank adds up its share, where nobody else
+        reads or writes, and gives it to all others.
+        """
         flight = self._flight
         flight.check(verb, flight.others)
-        if flat.numel():
+        if flat.nbytes <= self._one_shot_bytes and not flight.any_direct(verb):
             parts = [flight.part(k, verb, 0, flat, flat.numel(), 0) for k in range(self.size)]
             flight.moved_bytes += _reduce(op, parts, flat)
-        return
-        yield  # a generator, like the others
-
-    def _two_shot(self, verb: Verb, flat: Tensor, op: ReduceOp) -> Steps:
-        """Of every piece each rank adds up its share, where nobody else reads or writes, and gives it to all others."""
-        flight = self._flight
-        flight.check(verb, flight.others)
+            return
         length = flat.numel() if flight.all_direct(verb) else _length(flat)
         pieces = flat.split(length)
         for index, piece in enumerate(pieces):
@@ -129,7 +131,8 @@ class ShmComm(Comm):
         rows = flat.view(self.size, out.numel())
         verb.location = self._flight.direct(flat) if flat.nbytes > COPY_BYTES else 0
         if not verb.direct:
-            self._stage_rows(verb, 0, rows[:, : _length(out, self.size)])
+            length = _length(out, self.size)
+            self._stage_rows(verb, 0, rows if out.numel() <= length else rows[:, :length])
         check = encode("reduce_scatter", _OP_CODES[op], flat.dtype, flat.numel())
         return self._flight.announce(verb, check, self._reduce_scatter(verb, out, rows, op))
 
@@ -144,7 +147,7 @@ class ShmComm(Comm):
             begin, count = index * length, piece.numel()
             whole, block = self.rank * width + begin, self.rank * count
             parts = [flight.part(k, verb, index, out, count, whole, block) for k in range(self.size)]
-            parts[self.rank] = rows[self.rank, begin : begin + count]
+            parts[self.rank] = rows[self.rank] if count == width else rows[self.rank][begin : begin + count]
             flight.moved_bytes += _reduce(op, parts, piece)
             if begin + length < width and not verb.direct:
                 self._stage_rows(verb, index + 1, rows[:, begin + length : begin + 2 * length])
@@ -153,6 +156,9 @@ class ShmComm(Comm):
     def _stage_rows(self, verb: Verb, index: int, rows: Tensor) -> None:
         """Copy the rows of the others into this rank's block."""
         block = self._flight.block(verb, index, rows, rows.numel()).view(rows.shape)
+        if rows.numel() * rows.element_size() <= COPY_BYTES:  # one copy takes less time than to leave one row out
+            self._flight.copy(block, rows)
+            return
         for k in self._flight.others:
             self._flight.copy(block[k], rows[k])
 
@@ -162,8 +168,7 @@ class ShmComm(Comm):
         own, out = _bytes(tensor, name), _bytes(output, name)
         assert out.numel() == own.numel() * self.size and output.dtype == tensor.dtype, (name, tensor.shape, output.shape)
         verb = self._flight.begin("all_gather", name)
-        rows = out.view(self.size, own.numel())
-        target = rows[self.rank]
+        target = out[self.rank * own.numel() : (self.rank + 1) * own.numel()]
         if own.numel() > COPY_BYTES:
             verb.location = self._flight.direct(own) or self._flight.direct(target)
         if target.data_ptr() != own.data_ptr():
@@ -171,9 +176,9 @@ class ShmComm(Comm):
         if not verb.direct:
             self._stage(verb, 0, own)
         check = encode("all_gather", 0, tensor.dtype, tensor.numel())
-        return self._flight.announce(verb, check, self._all_gather(verb, rows, own))
+        return self._flight.announce(verb, check, self._all_gather(verb, out, own))
 
-    def _all_gather(self, verb: Verb, rows: Tensor, own: Tensor) -> Steps:
+    def _all_gather(self, verb: Verb, out: Tensor, own: Tensor) -> Steps:
         """Each rank copies everybody's tensor."""
         flight, width = self._flight, own.numel()
         flight.check(verb, flight.others)
@@ -183,7 +188,8 @@ class ShmComm(Comm):
                 yield flight.step()
             count = min(length, width - begin)
             for k in flight.others:
-                flight.copy(rows[k, begin : begin + count], flight.part(k, verb, index, own, count, begin))
+                first = k * width + begin
+                flight.copy(out[first : first + count], flight.part(k, verb, index, own, count, begin))
             if begin + length < width and not verb.direct:
                 self._stage(verb, index + 1, own)
         yield from flight.released(verb)
@@ -288,7 +294,7 @@ class ShmComm(Comm):
     def _stage(self, verb: Verb, index: int, flat: Tensor) -> None:
         """Copy a piece of ``flat`` into this rank's block."""
         length = _length(flat)
-        piece = flat[index * length : (index + 1) * length]
+        piece = flat if flat.numel() <= length else flat[index * length : (index + 1) * length]
         self._flight.copy(self._flight.block(verb, index, piece, piece.numel()), piece)
 
     # -- neighbours ------------------------------------------------------------------------------------
@@ -338,9 +344,11 @@ class ShmComm(Comm):
 
 def _flat(tensor: Tensor, name: str, op: ReduceOp = "sum") -> Tensor:
     """The elements in one row, without a graph."""
-    assert tensor.device.type == "cpu" and tensor.is_contiguous(), f"{name}: needs a contiguous tensor on the CPU"
+    assert tensor.is_cpu and tensor.is_contiguous(), f"{name}: needs a contiguous tensor on the CPU"
     assert op != "avg" or tensor.is_floating_point(), f"{name}: an average needs a floating-point dtype"
-    return tensor.detach().view(-1)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _bytes(tensor: Tensor, name: str) -> Tensor:
@@ -377,7 +385,9 @@ def _reduce(op: ReduceOp, parts: Sequence[Tensor], out: Tensor, copies: Sequence
         _reduce_block(op, parts, out, copies, scratch)
     else:
         for target, *tensors in zip(*(tensor.split(block) for tensor in (out, *parts, *copies)), strict=True):
-            _reduce_block(op, tensors[: len(parts)], target, tensors[len(parts) :], scratch[: target.numel()])
+            if target.numel() < block:
+                scratch = scratch[: target.numel()]
+            _reduce_block(op, tensors[: len(parts)], target, tensors[len(parts) :], scratch)
     return out.nbytes * (len(parts) + 1 + len(copies))
 
 

@@ -2,7 +2,8 @@
 
 A wait spins for some microseconds, then yields the core, then sleeps until the peer rings: more ranks than cores must work
 well. Flags are plain int64 in shared memory, written by one process each. That is sound on x86, where stores
-of one core become visible in order; streaming stores, which do not, are drained by :func:`store_fence`.
+of one core become visible in order. Streaming stores do not, and a store and a load after it do not either: where that
+matters, :class:`Fence` stands between them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 SPINS = 30
@@ -64,15 +65,16 @@ def unsound_machine() -> str | None:
     return None
 
 
-def store_fence() -> Callable[[], None]:
-    """A function that returns when all stores of this thread are visible: a lock's atomic instruction does that."""
-    lock = threading.Lock()
+class Fence:
+    """``acquire`` and ``release`` one after the other are a fence: the atomic instructions of a lock wait for all stores."""
 
-    def fence() -> None:
-        with lock:
-            pass
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self.acquire, self.release = lock.acquire, lock.release
 
-    return fence
+    def __call__(self) -> None:
+        self.acquire()
+        self.release()
 
 
 class Backoff:

@@ -102,8 +102,19 @@ class RankGrid:
         """All groups of an axis by name (a mesh axis, a composite axis, ``ep`` or ``edp``), ranks of each ascending."""
         if axis in ("ep", "edp"):
             return self._folded_groups(axis)
+        if axis == "tied":
+            return self._end_groups()
         parts = COMPOSITE_AXES.get(axis, (axis,))
         return self.groups(tuple(part for part in ORDERS[self.order] if part in parts))
+
+    def _end_groups(self) -> tuple[tuple[int, ...], ...]:
+        """First and last rank of each pipeline, which may both hold a tied weight; the ranks between are alone."""
+        groups: list[tuple[int, ...]] = []
+        for ranks in self.groups(("pp",)):
+            first, *between = ranks
+            ends = (first, between.pop()) if between else (first,)
+            groups += [tuple(sorted(ends)), *((rank,) for rank in between)]
+        return tuple(sorted(groups, key=min))
 
     def _folded_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         groups: list[tuple[int, ...]] = []

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-Group = tuple[tuple[str, ...], tuple[str, ...]]
+Group = tuple[tuple[str, ...], tuple[str, ...], bool]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Member:
     reduce_axes: tuple[str, ...]
     shard_axes: tuple[str, ...] = ()
     """Axes whose ranks hold different slices: the global norm is summed over these only."""
+    copy: bool = False
+    """A further copy of a weight tied across pipeline ends: its square is counted where the embedding is."""
 
     @property
     def numel(self) -> int:
@@ -33,7 +35,7 @@ class Member:
     @property
     def group(self) -> Group:
         """Parameters of one group share every rule, so they may share a bucket."""
-        return self.reduce_axes, self.shard_axes
+        return self.reduce_axes, self.shard_axes, self.copy
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class BucketPlan:
     num_decayed: int
     numel: int
     shard_axes: tuple[str, ...] = ()
+    copy: bool = False
 
     @property
     def units(self) -> frozenset[str]:
@@ -89,5 +92,5 @@ def _bucket(index: int, group: list[Member]) -> BucketPlan:
         offsets.append(end)
         end += member.numel
     decayed = sum(m.numel for m in members if m.decay)
-    reduce_axes, shard_axes = members[0].group
-    return BucketPlan(f"gradients.{index}", reduce_axes, tuple(members), tuple(offsets), decayed, end, shard_axes)
+    reduce_axes, shard_axes, copy = members[0].group
+    return BucketPlan(f"gradients.{index}", reduce_axes, tuple(members), tuple(offsets), decayed, end, shard_axes, copy)

@@ -93,6 +93,8 @@ class TrainConfig(Section):
     keep_last: int = Field(default=2, ge=1)
     compile: bool = False
     """torch.compile each block."""
+    loss_chunk: int = Field(default=0, ge=0)
+    """Tokens whose logits the head makes at a time; backward makes them again. 0 keeps all of a micro-batch's logits."""
     freeze: tuple[str, ...] = ()
     """Name prefixes of parameters that are not trained, for instance "embedding." or "blocks.0."."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -33,6 +33,9 @@ RULES: Mapping[str, str | None] = {
 REPLICATED = frozenset({"kv_heads"})
 """Dims whose pieces are held by several ranks each where there are more ranks than pieces; of others some ranks get none."""
 
+TIED = "embedding.token.weight"
+"""The weight that a tied head shares with the embedding."""
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -211,20 +214,35 @@ def unit_names(config: ModelConfig) -> tuple[str, ...]:
     return ("embedding", *(f"blocks.{layer}" for layer in range(config.num_layers)), "head")
 
 
+def held_specs(config: ModelConfig, units: Sequence[str]) -> dict[str, Spec]:
+    """The parameters that a rank with these units holds; the head of a tied model holds a copy of the embedding."""
+    specs = parameter_specs(config)
+    tied_head = config.tied_head and "head" in units
+    return {
+        name: spec for name, spec in specs.items() if spec.unit in units or (tied_head and name == TIED)
+    }
+
+
 def bucket_members(
     config: ModelConfig, layout: Layout, coordinates: Mapping[str, int], units: Sequence[str] | None = None
 ) -> list[Member]:
-    """The parameters of ``units`` (all by default) as one rank holds them; a tied weight is used by both ends."""
+    """The parameters of ``units`` (all by default) as one rank holds them.
+
+    A tied weight is used by both ends. Where these lie on different pipeline ranks, each has a copy, and the copies'
+    gradients are summed over the axis ``tied``.
+    """
     held = set(unit_names(config) if units is None else units)
     members = []
-    for spec in parameter_specs(config).values():
-        tied = config.tied_head and spec.name == "embedding.token.weight"
+    for spec in held_specs(config, tuple(held)).values():
+        tied = config.tied_head and spec.name == TIED
         used_by = tuple(unit for unit in ((spec.unit, "head") if tied else (spec.unit,)) if unit in held)
-        if used_by:
-            shape = spec.local_shape(layout, coordinates)
-            reduce_axes = tuple(axis for axis in spec.reduce_axes(layout) if getattr(layout, axis) > 1)
-            shard_axes = tuple(
-                axis for axis in spec.shard_axes() if getattr(layout, axis) > 1 and spec.replicas(layout, axis) == 1
-            )
-            members.append(Member(spec.name, shape, used_by, spec.decay, reduce_axes, shard_axes))
+        reduce_axes = tuple(axis for axis in spec.reduce_axes(layout) if getattr(layout, axis) > 1)
+        if tied and len(used_by) == 1:
+            reduce_axes = (*reduce_axes, "tied")
+        shard_axes = tuple(
+            axis for axis in spec.shard_axes() if getattr(layout, axis) > 1 and spec.replicas(layout, axis) == 1
+        )
+        shape = spec.local_shape(layout, coordinates)
+        copy = tied and spec.unit not in held
+        members.append(Member(spec.name, shape, used_by, spec.decay, reduce_axes, shard_axes, copy))
     return members

@@ -18,7 +18,8 @@ class Context:
 
     ``tokens`` (T,) int64, ``positions`` (T,) int64, ``targets`` (T,) int64 with -100 where none counts, or None for
     logits; ``rotation`` cos and sin of the positions, None for learned positions; ``token_index`` (T,) int64, the place of
-    each token in the data, for dropout masks; ``region`` the tensor-parallel axis.
+    each token in the data, for dropout masks; ``region`` the tensor-parallel axis;
+    ``loss_chunk`` tokens whose logits the head makes at a time, 0 for all.
     """
 
     tokens: Tensor
@@ -32,6 +33,7 @@ class Context:
     seed: int = 0
     step: int = 0
     recompute: str = "none"
+    loss_chunk: int = 0
 
     def drop(self, x: Tensor, layer: int, site: int) -> Tensor:
         """Dropout of x (T, D), or of its own T/tp rows, at one named place of the model; nothing when the rate is 0."""

@@ -56,7 +56,7 @@ def generate_by_recomputing(
 
 def cache_for(model: Transformer, max_tokens: int) -> CachedAttend:
     """An empty cache with room for ``max_tokens`` tokens of the model, on its device and in its dtype."""
-    config, weight = model.config, model.embedding.token.weight
+    config, weight = model.config, next(model.parameters())
     windows = [config.layer_window(layer) for layer in range(config.num_layers)]
     return CachedAttend(
         config.num_layers, max_tokens, config.num_kv_heads, config.head_dim, weight.dtype, weight.device, windows
@@ -92,7 +92,7 @@ class _RecomputingReader:
 
 def _logits(model: Transformer, tokens: Sequence[int], start: int, attend: CachedAttend | CausalAttend) -> Tensor:
     """Logits (V,) after the last of ``tokens``, whose positions begin at ``start``."""
-    device = model.embedding.token.weight.device
+    device = next(model.parameters()).device
     ids = torch.tensor(tokens, dtype=torch.int64, device=device)
     positions = torch.arange(start, start + len(tokens), device=device)
     last: Tensor = model(ids, positions, attend)[-1]
@@ -104,7 +104,7 @@ class _Choice:
 
     def __init__(self, model: Transformer, temperature: float, top_p: float, seed: int | None) -> None:
         self._temperature, self._top_p = temperature, top_p
-        device = model.embedding.token.weight.device
+        device = next(model.parameters()).device
         self._generator = None if seed is None else torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits: Tensor) -> int:

@@ -127,7 +127,11 @@ class _HeadLoss(torch.autograd.Function):
 
 def _head_input_gradient(gradient: Tensor, weight: Tensor, region: Region) -> Tensor:
     """(T, V/tp) -> the sum over ranks of (T, D), or this rank's T/tp rows of it."""
-    dx = gradient @ weight
+    return _head_sum(gradient @ weight, region)
+
+
+def _head_sum(dx: Tensor, region: Region) -> Tensor:
+    """Each rank's partial (T, D) -> their sum, or this rank's T/tp rows of it."""
     if region.size == 1:
         return dx
     if region.sequence:
@@ -135,7 +139,87 @@ def _head_input_gradient(gradient: Tensor, weight: Tensor, region: Region) -> Te
     return region.comm.all_reduce(dx, name="head gradient")
 
 
-def head_loss(x: Tensor, weight: Tensor, targets: Tensor, region: Region = SOLO, first_row: int = 0) -> Tensor:
-    """x (T, D), or its own T/tp rows; weight (V/tp, D); targets (T,) -> the summed loss over valid targets, a scalar."""
+class _ChunkedHeadLoss(torch.autograd.Function):
+    """As `_HeadLoss` with the logits of ``chunk`` tokens at a time; backward makes them again from x and the
+    log-sum-exp of each token, so it sends no more. Weight gradients are written at once: deferred they would hold them all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, first_row: int, region: Region, chunk: int
+    ) -> Tensor:
+        whole = region.comm.all_gather(x.contiguous(), name="head") if region.sequence and region.size > 1 else x
+        wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
+        peak, denominator, picked = _local_statistics(whole, weight, targets - first_row, chunk, wide)
+        top = region.comm.all_reduce(peak.clone(), "max", name="loss maximum")
+        denominator.mul_((peak - top).exp_())
+        region.comm.all_reduce(denominator, name="loss denominator")
+        _, mine = _held(targets - first_row, weight.shape[0])
+        picked = region.comm.all_reduce((picked - top) * mine, name="loss target")
+        log_sum = denominator.log_()
+        ctx.save_for_backward(whole, weight, targets, top + log_sum)
+        ctx.first_row, ctx.region, ctx.chunk, ctx.weight = first_row, region, chunk, weight
+        return ((log_sum - picked) * (targets != IGNORE)).sum()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        whole, weight, targets, log_sum_exp = ctx.saved_tensors
+        want_x, want_weight = ctx.needs_input_grad[:2]
+        dx = torch.empty_like(whole) if want_x else None
+        slot = slot_of(ctx.weight)
+        d_weight = torch.zeros_like(weight) if want_weight and slot is None else None
+        for start in range(0, whole.shape[0], ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            x, target = whole[rows], targets[rows]
+            index, mine = _held(target - ctx.first_row, weight.shape[0])
+            scale = (target != IGNORE).to(log_sum_exp.dtype) * d_loss
+            gradient = (x @ weight.t()).to(log_sum_exp.dtype).sub_(log_sum_exp[rows].unsqueeze(1)).exp_()
+            gradient.mul_(scale.unsqueeze(1))
+            if weight.shape[0]:
+                gradient.scatter_add_(1, index.unsqueeze(1), -(scale * mine).unsqueeze(1))
+            gradient = gradient.to(whole.dtype)
+            if dx is not None:
+                torch.mm(gradient, weight, out=dx[rows])
+            if d_weight is not None:
+                d_weight.addmm_(gradient.t(), x)
+            elif want_weight and slot is not None:
+                write_linear([slot], gradient, x)
+        return _head_sum(dx, ctx.region) if dx is not None else None, d_weight, None, None, None, None
+
+
+def _held(local: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Targets as numbers of the rank's own rows (T,), 0 where another rank holds them; and whether it holds them."""
+    held = (local >= 0) & (local < rows)
+    return torch.where(held, local, 0), held
+
+
+def _local_statistics(
+    whole: Tensor, weight: Tensor, local: Tensor, chunk: int, wide: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The maximum of each token's logits over the rank's rows, the sum of exponentials below it, the target's logit."""
+    peak = torch.full((whole.shape[0],), -torch.inf, dtype=wide, device=whole.device)
+    denominator, picked = torch.zeros_like(peak), torch.zeros_like(peak)
+    if not weight.shape[0]:  # more ranks than vocabulary rows
+        return peak, denominator, picked
+    index, _ = _held(local, weight.shape[0])
+    for start in range(0, whole.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        logits = (whole[rows] @ weight.t()).to(wide)
+        peak[rows] = logits.amax(1)
+        picked[rows] = logits.gather(1, index[rows].unsqueeze(1)).squeeze(1)
+        denominator[rows] = logits.sub_(peak[rows].unsqueeze(1)).exp_().sum(1)
+    return peak, denominator, picked
+
+
+def head_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, region: Region = SOLO, first_row: int = 0, chunk: int = 0
+) -> Tensor:
+    """x (T, D), or its own T/tp rows; weight (V/tp, D); targets (T,) -> the summed loss over valid targets, a scalar.
+
+    ``chunk`` > 0: never more than the logits of so many tokens at a time, for one more product in backward.
+    """
+    if chunk:
+        return _ChunkedHeadLoss.apply(x, weight, targets, first_row, region, chunk)  # type: ignore[no-any-return]
     want = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _HeadLoss.apply(x, weight, targets, first_row, region, want)  # type: ignore[no-any-return]

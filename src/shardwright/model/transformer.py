@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.comm.mesh import Mesh
 from shardwright.core.model_config import ModelConfig
-from shardwright.core.specs import unit_names
+from shardwright.core.specs import TIED, unit_names
 from shardwright.model.attention import Attention
 from shardwright.model.context import Context
 from shardwright.model.init import ParameterTable, initialise
@@ -79,13 +79,15 @@ class Head(nn.Module):
         x = self.norm(x)
         if context.targets is None:
             return column_linear(x, [self.weight], [], context.region, "head")
-        return head_loss(x, self.weight, context.targets, context.region, self.first_row)
+        return head_loss(x, self.weight, context.targets, context.region, self.first_row, context.loss_chunk)
 
 
 class Transformer(nn.Module):
     """The decoder of ``config`` as rank ``mesh.rank`` holds it; parameters are named as in the spec table.
 
-    ``device`` of meta makes shapes only (dry run). Values are filled by :meth:`initialise` or a checkpoint.
+    ``units``: names of the units that this pipeline rank holds, all by default; the head of a tied model then holds a
+    copy of the embedding's table. ``device`` of meta makes shapes only (dry run). Values are filled by :meth:`initialise`
+    or a checkpoint.
     """
 
     def __init__(
@@ -94,25 +96,49 @@ class Transformer(nn.Module):
         mesh: Mesh,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        units: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.mesh = config, mesh
-        self.region = Region(mesh.tp, mesh.layout.sequence_parallel)
+        self.config, self.mesh, self.dtype = config, mesh, dtype
+        names = unit_names(config)
+        held = names if units is None else tuple(name for name in names if name in units)
+        self.region = Region(mesh.tp, mesh.layout.sequence_parallel, mesh.layout.tp_overlap)
         table = ParameterTable(config, mesh, dtype, torch.device(device))
         self.specs = table.specs
-        self.embedding = Embedding(config, table)
-        self.blocks = nn.ModuleList(Block(config, layer, table) for layer in range(config.num_layers))
-        self.head = Head(config, table, self.embedding.token.weight if config.tied_head else None)
+        self._units: dict[str, nn.Module] = {}
+        self.embedding = Embedding(config, table) if "embedding" in held else None
+        table_only = self.embedding is None and config.tied_head and "head" in held
+        self.tied = Lookup(TIED.removesuffix(".weight"), table) if table_only else None
+        self.blocks = nn.ModuleDict()
+        for layer in range(config.num_layers):
+            if f"blocks.{layer}" in held:
+                self.blocks[str(layer)] = Block(config, layer, table)
+        tied = (self.tied or self._token_table()).weight if config.tied_head and "head" in held else None
+        self.head = Head(config, table, tied) if "head" in held else None
+        modules = {"embedding": self.embedding, "head": self.head}
+        for name in held:
+            unit = modules[name] if name in modules else self.blocks[name.removeprefix("blocks.")]
+            assert unit is not None
+            self._units[name] = unit
+
+    def _token_table(self) -> Lookup:
+        assert self.embedding is not None
+        return self.embedding.token
+
+    def spec_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by their names in the spec table, in order of use."""
+        own = "tied.weight"
+        found = {(TIED if name == own else name): parameter for name, parameter in self.named_parameters()}
+        return {name: found[name] for name in self.specs if name in found}
 
     def initialise(self, seed: int) -> Transformer:
         """Fill every parameter from the seed and its name; returns self."""
-        initialise(self.named_parameters(), self.specs, self.mesh, seed)
+        initialise(self.spec_parameters().items(), self.specs, self.mesh, seed)
         return self
 
     def units(self) -> dict[str, nn.Module]:
-        """The units by name, in order of use."""
-        modules = (self.embedding, *self.blocks, self.head)
-        return dict(zip(unit_names(self.config), modules, strict=True))
+        """The held units by name, in order of use."""
+        return dict(self._units)
 
     def context(
         self,
@@ -125,13 +151,13 @@ class Transformer(nn.Module):
         seed: int = 0,
         step: int = 0,
         recompute: str = "none",
+        loss_chunk: int = 0,
     ) -> Context:
         """The context of one call: adds the rotation of ``positions`` and the model's dropout rate."""
-        dtype = self.embedding.token.weight.dtype
-        turned = rotation(self.config, positions, dtype) if self.config.position == "rope" else None
+        turned = rotation(self.config, positions, self.dtype) if self.config.position == "rope" else None
         rate = self.config.dropout
         return Context(
-            tokens, positions, attend, turned, self.region, targets, token_index, rate, seed, step, recompute
+            tokens, positions, attend, turned, self.region, targets, token_index, rate, seed, step, recompute, loss_chunk
         )
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, targets: Tensor | None = None) -> Tensor:
@@ -147,15 +173,12 @@ class Transformer(nn.Module):
 
     def compile_blocks(self) -> None:
         """``torch.compile`` each block (the same code for all layers); gradients then go through autograd."""
-        for block in self.blocks:
+        for block in self.blocks.values():
             block.compile(dynamic=False)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Switch off gradients of parameters whose name starts with one of ``patterns``; the names that matched."""
-    frozen = []
-    for name, parameter in model.named_parameters():
+def freeze(model: Transformer, patterns: Sequence[str]) -> None:
+    """Switch off gradients of parameters whose name starts with one of ``patterns``."""
+    for name, parameter in model.spec_parameters().items():
         if name.startswith(tuple(patterns)):
             parameter.requires_grad_(False)
-            frozen.append(name)
-    return frozen

@@ -20,14 +20,11 @@ def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ())
     """x (T, I) times each weight, outputs side by side (T, O): one matrix product when the weights lie side by side."""
     bias = (torch.cat(list(biases)) if len(biases) > 1 else biases[0]) if biases else None
     whole = joined(weights)
-    y: Tensor
     if whole is not None:
-        y = F.linear(x, whole, bias)
-    else:
-        y = torch.cat([F.linear(x, weight) for weight in weights], dim=1)
-        if bias is not None:
-            y += bias
-    return y
+        together: Tensor = F.linear(x, whole, bias)
+        return together
+    y: Tensor = torch.cat([F.linear(x, weight) for weight in weights], dim=1)
+    return y if bias is None else torch.add(y, bias)
 
 
 def input_gradient(dy: Tensor, weights: Sequence[Tensor]) -> Tensor:

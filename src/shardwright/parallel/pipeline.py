@@ -10,6 +10,7 @@ reduction, later gather and free) happens here, never in autograd or module hook
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -81,6 +82,9 @@ class Executor:
         self.token_shards = token_shards
         self.schedule, self.stages, self.pp, self.reducer, self.recorder = schedule, stages, pp, reducer, recorder
         self.recompute, self.dtype = recompute, dtype
+        self._order = self._incoming()
+        self._sends: deque[tuple[Work, Tensor]] = deque()
+        self._most_sends = 2 * schedule.num_stages + 2  # older ones have long been taken
         self.on_action: Callable[[Action], None] | None = None
         self._handlers: dict[Kind, Callable[[int, int], None]] = {
             Kind.F: self._forward,
@@ -102,7 +106,8 @@ class Executor:
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._activations: dict[tuple[int, int], Tensor] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}
-        self._sends: list[tuple[Work, Tensor]] = []
+        self._expected = {source: deque(order) for source, order in self._order.items()}
+        self._arriving: dict[Action, tuple[Work, Tensor]] = {}
         self._weights_done = dict.fromkeys(self.stages, 0)
         self._loss = torch.zeros((), dtype=loss_scale.dtype, device=loss_scale.device)
         for action in self.schedule.rows[self.pp.rank]:
@@ -110,8 +115,8 @@ class Executor:
                 self.on_action(action)
             with self.recorder.phase(_PHASES[action.kind]):
                 self._handlers[action.kind](action.stage, action.microbatch)
-        for work, _ in self._sends:
-            work.wait()
+        while self._sends:
+            self._sends.popleft()[0].wait()
         assert not self._in_flight, f"micro-batches left in flight: {sorted(self._in_flight)}"
         return self._loss
 
@@ -189,31 +194,84 @@ class Executor:
         self._send(tensor, self.schedule.placement[stage + 1], f"activations.{stage}")
 
     def _receive_forward(self, stage: int, m: int) -> None:
-        source = self.schedule.placement[stage - 1]
-        self._activations[stage, m] = self._receive(m, self.stages[stage].width, source, f"activations.{stage - 1}")
+        self._activations[stage, m] = self._arrived(Action(Kind.RECV_F, stage, m))
 
     def _send_backward(self, stage: int, m: int) -> None:
         tensor = self._gradients.pop((stage - 1, m))
         self._send(tensor, self.schedule.placement[stage - 1], f"activation_gradients.{stage}")
 
     def _receive_backward(self, stage: int, m: int) -> None:
-        source = self.schedule.placement[stage + 1]
-        name = f"activation_gradients.{stage + 1}"
-        self._gradients[stage, m] = self._receive(m, self.stages[stage].width, source, name)
+        self._gradients[stage, m] = self._arrived(Action(Kind.RECV_B, stage, m))
 
     def _send(self, tensor: Tensor, to: int, name: str) -> None:
         tensor = tensor.contiguous()
         self._sends.append((self.pp.send(tensor, to, name=name), tensor))
+        while len(self._sends) > self._most_sends:
+            self._sends.popleft()[0].wait()
 
-    def _receive(self, m: int, width: int, source: int, name: str) -> Tensor:
-        tokens = self._microbatches[m].tokens
-        rows = tokens.shape[0] // self.token_shards
-        buffer = torch.empty((rows, width), dtype=self.dtype, device=tokens.device)
-        self.pp.receive(buffer, source, name=name).wait()
+    def _arrived(self, action: Action) -> Tensor:
+        """What ``action`` receives. Receives are posted in the order in which the neighbour sends, one ahead."""
+        source = self._source(action)
+        while action not in self._arriving:
+            self._post_receive(source)
+        work, buffer = self._arriving.pop(action)
+        work.wait()
+        if self._expected[source]:
+            self._post_receive(source)
         return buffer
+
+    def _post_receive(self, source: int) -> None:
+        action = self._expected[source].popleft()
+        tokens = self._microbatches[action.microbatch].tokens
+        shape = (tokens.shape[0] // self.token_shards, self.stages[action.stage].width)
+        buffer = torch.empty(shape, dtype=self.dtype, device=tokens.device)
+        forward = action.kind is Kind.RECV_F
+        name = f"activations.{action.stage - 1}" if forward else f"activation_gradients.{action.stage + 1}"
+        with self.recorder.phase(_PHASES[action.kind]):
+            self._arriving[action] = self.pp.receive(buffer, source, name=name), buffer
+
+    def _source(self, receive: Action) -> int:
+        """The pipeline rank that ``receive`` gets its tensor from."""
+        return self.schedule.placement[receive.stage + (-1 if receive.kind is Kind.RECV_F else 1)]
+
+    def _incoming(self) -> dict[int, deque[Action]]:
+        """For each neighbour, this rank's receives in the order in which the neighbour sends them."""
+        mine = {a for a in self.schedule.rows[self.pp.rank] if a.kind in (Kind.RECV_F, Kind.RECV_B)}
+        expected: dict[int, deque[Action]] = {}
+        for rank, row in enumerate(self.schedule.rows):
+            for action in row if rank != self.pp.rank else ():
+                if action.kind in _RECEIVES:
+                    kind, step = _RECEIVES[action.kind]
+                    receive = Action(kind, action.stage + step, action.microbatch)
+                    if receive in mine:
+                        expected.setdefault(rank, deque()).append(receive)
+        return expected
+
+    # -- evaluation --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, microbatch: MicroBatch) -> Tensor:
+        """The forward pass of all stages on one micro-batch: the summed loss on the last stage's rank, else 0."""
+        place, last = self.schedule.placement, self.schedule.num_stages - 1
+        loss = torch.zeros(())
+        x = microbatch.tokens
+        for stage, units in sorted(self.stages.items()):
+            if stage > 0 and place[stage - 1] != self.pp.rank:
+                shape = (microbatch.tokens.shape[0] // self.token_shards, units.width)
+                x = torch.empty(shape, dtype=self.dtype, device=microbatch.tokens.device)
+                self.pp.receive(x, place[stage - 1], name=f"activations.{stage - 1}").wait()
+            for unit in units.units.values():
+                x = unit(x, microbatch)
+            if stage == last:
+                loss = x
+            elif place[stage + 1] != self.pp.rank:
+                self._send(x, place[stage + 1], f"activations.{stage}")
+        return loss
 
 
 _PHASES = {kind: ("B" if kind in (Kind.BW, Kind.SEND_B, Kind.RECV_B) else kind.value) for kind in Kind} | {
     Kind.SEND_F: "F",
     Kind.RECV_F: "F",
 }
+_RECEIVES = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
+"""What takes a send, and how many stages further on."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwright.core.buckets import BucketPlan, plan_buckets
+from shardwright.core.chunks import chunk_slices
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger, ring_bytes
 from shardwright.core.model_config import ModelConfig
-from shardwright.core.specs import bucket_members, unit_names
+from shardwright.core.specs import TIED, bucket_members, unit_names
+from shardwright.core.stages import split_units
+from shardwright.schedule.make import make_schedule
 
 REDUCE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
@@ -18,12 +21,19 @@ METRIC_ELEMENTS, METRIC_BYTES = 2, 8
 """Loss sum and busy seconds of each rank, fp64: one all-gather after the last backward."""
 
 
+def held_units(model: ModelConfig, layout: Layout, rank: int = 0) -> list[str]:
+    """The units of one rank's pipeline stages, in order of use."""
+    schedule = make_schedule(layout)
+    stages = split_units(model, schedule.num_stages, layout.stages)
+    return [unit for stage in schedule.stages_of(layout.grid.coordinates(rank)["pp"]) for unit in stages[stage]]
+
+
 def gradient_buckets(
     model: ModelConfig, layout: Layout, frozen: Sequence[str] = (), rank: int = 0
 ) -> list[BucketPlan]:
     """The buckets of one rank, without parameters whose name starts with one of ``frozen``."""
-    members = bucket_members(model, layout, layout.grid.coordinates(rank))
-    trained = [member for member in members if not member.name.startswith(tuple(frozen))]
+    members = bucket_members(model, layout, layout.grid.coordinates(rank), held_units(model, layout, rank))
+    trained = [member for member in members if not (frozen and member.name.startswith(tuple(frozen)))]
     return plan_buckets(trained, unit_names(model), layout.bucket_mb)
 
 
@@ -33,8 +43,8 @@ def predict_step(
     """Bytes that ``rank`` sends in one optimizer step of micro-batches of ``layout.micro_batch`` x ``seq_len`` tokens.
 
     DDP (Li et al. 2020, section 3): 2 (N-1)/N of each bucket's bytes, once a step whatever the accumulation. Tensor
-    parallelism: per micro-batch and layer, see :func:`tensor_parallel_traffic`. And the small messages that make every
-    rank agree on the token count, the norm and the reported loss.
+    parallelism: per micro-batch and layer, see :func:`tensor_parallel_traffic`. Pipeline: T x D per micro-batch and
+    boundary, each way. And the small messages that make every rank agree on the token count, the norm and the loss.
     """
     ledger = Ledger()
     wide = 8 if layout.precision == "fp64" else 4
@@ -42,8 +52,13 @@ def predict_step(
         sent = ring_bytes("all_reduce", COUNT_ELEMENTS, COUNT_BYTES, layout.world_size)
         ledger.add("data", "all_reduce", "world", "tokens", sent)
     if layout.tp > 1:
-        tensor_parallel_traffic(ledger, model, layout, seq_len)
-        ledger.add("update", "all_reduce", "tp", "norm", ring_bytes("all_reduce", 1, wide, layout.tp))
+        tensor_parallel_traffic(ledger, model, layout, seq_len, frozen, held_units(model, layout, rank))
+    if layout.pp > 1:
+        pipeline_traffic(ledger, model, layout, seq_len, rank)
+    for axis in ("tp", "pp"):
+        if layout.grid.degree(axis) > 1:
+            sent = ring_bytes("all_reduce", 1, wide, layout.grid.degree(axis))
+            ledger.add("update", "all_reduce", axis, "norm", sent)
     element = wide if layout.reduce_dtype == "fp32" else REDUCE_BYTES[layout.reduce_dtype]
     for bucket in gradient_buckets(model, layout, frozen, rank):
         for axis, size in _reductions(layout, bucket.reduce_axes):
@@ -56,6 +71,28 @@ def predict_step(
     return ledger
 
 
+def pipeline_traffic(ledger: Ledger, model: ModelConfig, layout: Layout, seq_len: int, rank: int) -> None:
+    """Add one step's sends and receives of ``rank`` over pp: activations forward, their gradients backward."""
+    schedule = make_schedule(layout)
+    place, last = schedule.placement, schedule.num_stages - 1
+    tokens = _tokens(layout, seq_len)
+    rows = tokens // layout.tp if layout.sequence_parallel else tokens
+    sent, count = rows * model.dim * ACTIVATION_BYTES[layout.precision], layout.microbatches
+    for stage in schedule.stages_of(layout.grid.coordinates(rank)["pp"]):
+        if stage < last and place[stage + 1] != place[stage]:
+            ledger.add("F", "send", "pp", f"activations.{stage}", sent * count, count=count)
+            ledger.add("B", "recv", "pp", f"activation_gradients.{stage + 1}", 0, count=count)
+        if stage > 0 and place[stage - 1] != place[stage]:
+            ledger.add("F", "recv", "pp", f"activations.{stage - 1}", 0, count=count)
+            ledger.add("B", "send", "pp", f"activation_gradients.{stage}", sent * count, count=count)
+
+
+def _tokens(layout: Layout, seq_len: int) -> int:
+    """Tokens of a micro-batch, padded as sequence parallelism needs."""
+    tokens = layout.micro_batch * seq_len
+    return tokens + (-tokens % layout.tp if layout.sequence_parallel else 0)
+
+
 def _reductions(layout: Layout, axes: Sequence[str]) -> list[tuple[str, int]]:
     """The groups that a bucket is reduced over, one after another: tp, then dp and cp as one."""
     data = [axis for axis in ("cp", "dp") if axis in axes]
@@ -63,44 +100,69 @@ def _reductions(layout: Layout, axes: Sequence[str]) -> list[tuple[str, int]]:
     if data:
         name = "dp_cp" if len(data) == 2 else data[0]
         found.append((name, layout.grid.degree(name)))
+    if "tied" in axes:
+        found.append(("tied", 2))
     return [(name, size) for name, size in found if size > 1]
 
 
-def tensor_parallel_traffic(ledger: Ledger, model: ModelConfig, layout: Layout, seq_len: int) -> None:
-    """Add one step's traffic over tp to ``ledger``: what `parallel.tensor` and `model.loss` send for every micro-batch.
+def tensor_parallel_traffic(
+    ledger: Ledger,
+    model: ModelConfig,
+    layout: Layout,
+    seq_len: int,
+    frozen: Sequence[str] = (),
+    units: Sequence[str] | None = None,
+) -> None:
+    """Add one step's traffic over tp of a rank with these ``units`` (all by default) to ``ledger``: what
+    `parallel.tensor` and `model.loss` send for every micro-batch.
 
     Without sequence parallelism two all-reduces of T x D a layer forward and two backward (Shoeybi et al. 2019); with it
     each becomes an all-gather and a reduce-scatter at the same volume, and the two inputs are gathered once more in
     backward (Korthikanti et al. 2022, section 4.2.2). Full recomputation repeats what the forward pass sent.
+    ``tp_overlap`` sends the layers' messages in that many parts, but the gather of inputs in backward. Inputs of ``frozen``
+    weights are not gathered again, nor is the gradient of a frozen embedding.
     """
     sequence, tp = layout.sequence_parallel, layout.tp
-    tokens = layout.micro_batch * seq_len
-    tokens += -tokens % tp if sequence else 0
+    tokens = _tokens(layout, seq_len)
+    held = unit_names(model) if units is None else tuple(units)
     value = ACTIVATION_BYTES[layout.precision]
     wide = 8 if layout.precision == "fp64" else 4
-    count = layout.microbatches
+    count, layers = layout.microbatches, sum(unit.startswith("blocks.") for unit in held)
+    chunks = [chunk.stop - chunk.start for chunk in chunk_slices(tokens // tp if sequence else tokens, layout.tp_overlap)]
 
-    def add(phase: str, verb: str, name: str, elements: int, width: int, times: int = 1) -> None:
-        sent = ring_bytes(verb, elements, width, tp) * count * times
-        ledger.add(phase, verb, "tp", name, sent, count=count * times)
+    def add(phase: str, verb: str, name: str, messages: Sequence[int], width: int, times: int = 1) -> None:
+        if not times:
+            return
+        sent = sum(ring_bytes(verb, elements, width, tp) for elements in messages)
+        ledger.add(phase, verb, "tp", name, sent * count * times, count=len(messages) * count * times)
 
-    hidden, layers = tokens * model.dim, model.num_layers
+    whole = [tokens * model.dim]
+    parts = [rows * model.dim * (tp if sequence else 1) for rows in chunks]
     for phase in ("F", "recompute") if layout.recompute == "full" else ("F",):
         leave = "reduce_scatter" if sequence else "all_reduce"
-        add(phase, leave, "embedding", hidden, value)
+        if "embedding" in held:
+            add(phase, leave, "embedding", whole, value)
         for part in ("attention", "mlp"):
             if sequence:
-                add(phase, "all_gather", f"{part} in", hidden, value, layers)
-            add(phase, leave, f"{part} out", hidden, value, layers)
-        if sequence:
-            add(phase, "all_gather", "head", hidden, value)
-        for name in ("loss maximum", "loss denominator", "loss target"):
-            add(phase, "all_reduce", name, tokens, wide)
+                add(phase, "all_gather", f"{part} in", parts, value, layers)
+            add(phase, leave, f"{part} out", parts, value, layers)
+        if sequence and "head" in held:
+            add(phase, "all_gather", "head", whole, value)
+        for name in ("loss maximum", "loss denominator", "loss target") if "head" in held else ():
+            add(phase, "all_reduce", name, [tokens], wide)
     for part in ("attention", "mlp"):
         if sequence:
-            add("B", "all_gather", f"{part} out", hidden, value, layers)
-            add("B", "all_gather", f"{part} in again", hidden, value, layers)
-        add("B", "reduce_scatter" if sequence else "all_reduce", f"{part} in gradient", hidden, value, layers)
-    if sequence:
-        add("B", "all_gather", "embedding", hidden, value)
-    add("B", "reduce_scatter" if sequence else "all_reduce", "head gradient", hidden, value)
+            add("B", "all_gather", f"{part} out", parts, value, layers)
+            add("B", "all_gather", f"{part} in again", whole, value, _num_trained(model, part, frozen, held))
+        add("B", "reduce_scatter" if sequence else "all_reduce", f"{part} in gradient", parts, value, layers)
+    if sequence and "embedding" in held and not TIED.startswith(tuple(frozen)):
+        add("B", "all_gather", "embedding", whole, value)
+    if "head" in held:
+        add("B", "reduce_scatter" if sequence else "all_reduce", "head gradient", whole, value)
+
+
+def _num_trained(model: ModelConfig, part: str, frozen: Sequence[str], held: Sequence[str]) -> int:
+    """Held layers in which some column-parallel weight of ``part`` is trained."""
+    matrices = ("q", "k", "v") if part == "attention" else ("gate", "up") if model.activation == "swiglu" else ("up",)
+    names = [[f"blocks.{layer}.{part}.{name}.weight" for name in matrices] for layer in range(model.num_layers) if f"blocks.{layer}" in held]
+    return sum(not all(name.startswith(tuple(frozen)) for name in layer) for layer in names)

@@ -65,38 +65,65 @@ class Stack:
 
 @dataclass(frozen=True)
 class Fit:
-    """Where a stack's constants come from: rows, mean absolute error in per cent on them and on rows held out."""
+    """Where a stack's constants come from: the rows, the fitted ``fields``, mean absolute errors in per cent on the
+    rows and on rows held out (0: not fitted)."""
 
     source: str
+    fields: tuple[str, ...] = ()
     rows: int = 0
     mape: float = 0.0
     held_out_mape: float = 0.0
 
 
-def _tables() -> Mapping[str, Any]:
+_FIELDS = tuple(field.name for field in fields(Stack) if field.name != "name")
+
+
+def read_tables() -> dict[str, dict[str, Any]]:
+    """The content of ``stacks.toml``: a table of constants for each stack, with a table ``fit``."""
     return tomllib.loads(files("shardwright.plan").joinpath("stacks.toml").read_text(encoding="utf-8"))
 
 
-def load_stacks() -> dict[str, tuple[Stack, Fit]]:
-    """Every stack of ``stacks.toml`` by name, with its fit."""
-    known = {field.name for field in fields(Stack)}
-    found = {}
-    for name, table in _tables().items():
-        values = {key: value for key, value in table.items() if key in known}
-        found[name] = (Stack(name=name, **values), Fit(**table["fit"]))
-    return found
+def write_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """The text of ``stacks.toml``."""
+    lines = ["# Constants of software stacks, written by python -m shardwright.plan.calibrate; see plan/stack.py."]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_text(value)}" for key, value in table.items() if key != "fit")]
+        lines += ["", f"[{name}.fit]", *(f"{key} = {_text(value)}" for key, value in table["fit"].items())]
+    return "\n".join(lines) + "\n"
 
 
-def find_stack(name: str) -> Stack:
-    """The stack called ``name``; raises `ConfigError` that lists them."""
-    stacks = load_stacks()
-    if name not in stacks:
-        raise ConfigError(f"no software stack {name!r}; {did_you_mean(name, stacks)}")
-    return stacks[name][0]
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def stack_of(name: str, tables: Mapping[str, Mapping[str, Any]] | None = None) -> Stack:
+    """The stack called ``name``; raises `ConfigError` that lists those there are."""
+    tables = read_tables() if tables is None else tables
+    if name not in tables:
+        raise ConfigError(f"no software stack {name!r}; {did_you_mean(name, tables)}")
+    values = {key: value for key, value in tables[name].items() if key != "fit"}
+    for key in values:
+        if key not in _FIELDS:
+            raise ConfigError(f"stack {name}: unknown constant {key!r}; {did_you_mean(key, _FIELDS)}")
+    return Stack(name=name, **values)
+
+
+def fit_of(name: str) -> Fit:
+    """How the constants of ``name`` were found."""
+    table = read_tables()[name]["fit"]
+    return Fit(**{**table, "fields": tuple(table.get("fields", ()))})
+
+
+_DEFAULTS: Mapping[str, str] = {"A100": "composer-a100", "H100": "nemo-hopper", "H200": "nemo-hopper", "H800": "nemo-hopper"} | {
+    chip: "bridge-blackwell" for chip in ("B200", "B300", "GB200", "GB300")
+}
 
 
 def default_stack(chip: Chip) -> Stack:
-    """A modern stack (fused attention, overlapped reductions) on this chip's generation."""
-    generation = {"A100": "modern-a100", "B200": "modern-blackwell", "B300": "modern-blackwell"}
-    generation |= {"GB200": "modern-blackwell", "GB300": "modern-blackwell"}
-    return find_stack(generation.get(chip.name.split("-")[0], "modern-hopper"))
+    """A modern stack (fused attention, overlapped reductions) fitted on this chip's generation, or plain guesses."""
+    name = _DEFAULTS.get(chip.name.split("-")[0])
+    return stack_of(name) if name else Stack()

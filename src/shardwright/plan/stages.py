@@ -66,6 +66,10 @@ class RankUnits:
     def num_layers(self) -> int:
         return sum(count for _, count in self.layers)
 
+    @property
+    def num_units(self) -> int:
+        return self.num_layers + self.embedding + self.head
+
 
 def rank_units(layout: Layout, rank: int, counts: tuple[int, ...], kinds: tuple[LayerKind, ...]) -> RankUnits:
     """The units of pipeline rank ``rank``; ``kinds`` are those of all layers, ``counts`` the layers per stage."""

@@ -57,9 +57,12 @@ def read_schedule(path: str | Path) -> tuple[Schedule, tuple[int, ...]]:
     actions = [action for row in rows for action in row]
     if not actions:
         raise ConfigError(f"{path}: holds no actions; write a line for each rank, for instance F0.0 BW0.0")
-    num_microbatches = 1 + max(action.microbatch for action in actions)
+    named = {action.microbatch for action in actions}
+    if len(named) <= max(named):
+        missing = next(m for m in range(len(named) + 1) if m not in named)
+        raise ConfigError(f"{path}: no rank has micro-batch {missing}, though micro-batch {max(named)} is there")
     placement = _placement(rows, lines, path)
-    return Schedule(Path(path).stem, len(placement), num_microbatches, placement, tuple(rows)), tuple(lines)
+    return Schedule(Path(path).stem, len(placement), len(named), placement, tuple(rows)), tuple(lines)
 
 
 def locate(problem: str, path: str | Path, schedule: Schedule, lines: tuple[int, ...]) -> str:

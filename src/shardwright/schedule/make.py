@@ -46,8 +46,8 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule
 def interleaved(ranks: int, num_microbatches: int, virtual: int) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2): idle (p-1)(F+B+W) where 1F1B idles v times that.
 
-    Rank r holds at most (v-1)p + 2(p-r) - 1 chunks. Micro-batches go in groups of p; when m is no multiple of p the
-    last group is short, which is right but idles longer.
+    Rank r holds at most (v-1)p + 2(p-r) - 1 chunks. Micro-batches go in groups of p; when m is no multiple of p the last
+    group is short, which computes the same but idles longer.
     """
     rows = _interleaved_rows(ranks, num_microbatches, virtual, ahead=2)
     return Schedule("interleaved", ranks * virtual, num_microbatches, tuple(range(ranks)) * virtual, rows)
@@ -142,10 +142,14 @@ def good_counts(layout: Layout) -> tuple[int, ...]:
 def _check_virtual(name: str, ranks: int, virtual: int) -> None:
     if name in INTERLEAVED:
         if virtual == 1 and ranks > 1:
-            raise LayoutError(f"schedule={name} needs several stages per rank, virtual=1 was given; set virtual=2 or more")
+            raise LayoutError(
+                f"schedule={name} needs several stages per rank, virtual=1 was given; set virtual=2 or more"
+            )
     elif name in V_SHAPED:
         if virtual > 2:
-            raise LayoutError(f"schedule={name} has two stages per rank, virtual={virtual} was given; leave virtual out")
+            raise LayoutError(
+                f"schedule={name} has two stages per rank, virtual={virtual} was given; leave virtual out"
+            )
     elif virtual > 1:
         raise LayoutError(f"virtual={virtual} needs a schedule with several stages per rank; leave virtual out")
 
@@ -160,21 +164,21 @@ def _from_file(layout: Layout) -> Schedule:
         given["virtual"] = layout.virtual
     for key, value in given.items():
         if found[key] != value:
-            raise LayoutError(f"schedule={layout.schedule} is for {key}={found[key]}, not {value}; set {key}={found[key]}")
+            raise LayoutError(
+                f"schedule={layout.schedule} is for {key}={found[key]}, not {value}; set {key}={found[key]}"
+            )
     return schedule
 
 
 def _interleaved_rows(ranks: int, num_microbatches: int, virtual: int, ahead: int) -> tuple[tuple[Action, ...], ...]:
     """Forwards by groups of p micro-batches, chunk by chunk in each; backwards likewise with the chunks reversed.
 
-    Rank r does (v-1)p + ahead (p-1-r) forwards before it alternates.
+    Rank r does (v-1)p + ahead (p-1-r) forwards before it alternates. The rows are those of the next multiple of p with
+    the micro-batches beyond ``num_microbatches`` left out: what is left cannot wait for what is gone.
     """
-    forwards: list[tuple[int, int]] = []
-    backwards: list[tuple[int, int]] = []
-    for first in range(0, num_microbatches, ranks):
-        group = range(first, min(first + ranks, num_microbatches))
-        forwards += [(chunk, m) for chunk in range(virtual) for m in group]
-        backwards += [(chunk, m) for chunk in reversed(range(virtual)) for m in group]
+    groups = [range(first, first + ranks) for first in range(0, num_microbatches, ranks)]
+    forwards = [(chunk, m) for group in groups for chunk in range(virtual) for m in group]
+    backwards = [(chunk, m) for group in groups for chunk in reversed(range(virtual)) for m in group]
     rows = []
     for rank in range(ranks):
         forward = [Action(Kind.F, chunk * ranks + rank, m) for chunk, m in forwards]
@@ -183,7 +187,8 @@ def _interleaved_rows(ranks: int, num_microbatches: int, virtual: int, ahead: in
         row = forward[:warm_up]
         for f, b in zip(forward[warm_up:], backward, strict=False):
             row += [f, b]
-        rows.append((*row, *backward[len(forward) - warm_up :]))
+        row += backward[len(forward) - warm_up :]
+        rows.append(tuple(action for action in row if action.microbatch < num_microbatches))
     return tuple(rows)
 
 

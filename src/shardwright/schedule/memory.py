@@ -24,9 +24,7 @@ def in_flight_by_stage(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def peak_bytes(
-    schedule: Schedule, stage_bytes: Sequence[float], freed_at_backward: float = 0.0
-) -> tuple[float, ...]:
+def peak_bytes(schedule: Schedule, stage_bytes: Sequence[float], freed_at_backward: float = 0.0) -> tuple[float, ...]:
     """The most bytes of activations that each rank holds at once.
 
     ``stage_bytes[s]`` is what one micro-batch leaves on stage s after its F. B frees ``freed_at_backward`` of it (0 to

@@ -164,24 +164,36 @@ def _receive_of(send: Action) -> Action:
 # -- the checker ---------------------------------------------------------------------------------------
 
 
-def check(schedule: Schedule, posted: int = 1) -> list[str]:
+def check(schedule: Schedule, posted: int | None = None) -> list[str]:
     """What is wrong with a schedule, one line each; empty when every action can run.
 
     Every action must be on its stage's rank, every F and B be there once, messages between two ranks be received in
     the order in which they are sent. Then the rows are run: an action runs when what it needs is done, first with sends
-    that never block, then with sends that wait for their receive to be posted. For that, receives are taken to be
-    posted early: each rank has the next ``posted`` receives from each other rank posted at any time (0: none but the
-    one that it is at, a rendezvous). One is enough for all of our own schedules; with 0, 1F1B and what is made of it
-    stop, each end in a send to the other. When nothing can go on, the action that each rank is stuck at is named.
+    that never block, then with sends that wait for their receive. For these, receives are taken to be posted early:
+    each rank has the next ``posted`` receives from each other rank posted at any time (None: as many as there are
+    ranks; 0: only the one that it is at, a rendezvous). When nothing can go on, the action that each rank is stuck at
+    is named. All of our own schedules pass; `receives_to_post` says how few posted receives they need.
     """
     if problems := _misplaced(schedule):
         return problems
     problems = _counts(schedule) + _messages(schedule)
     problems += [f"{stuck}: what it needs never comes" for stuck in _Run(schedule, None).stuck()]
     if not problems and communicates(schedule):
-        ahead = f"and {posted} receives are posted ahead" if posted != 1 else "and one receive is posted ahead"
-        problems = [f"{stuck} when sends block {ahead}" for stuck in _Run(schedule, posted).stuck()]
+        posted = len(schedule.rows) if posted is None else posted
+        stuck = _Run(schedule, posted).stuck()
+        problems = [f"{at} when sends block and {posted} receives are posted ahead" for at in stuck]
     return problems
+
+
+def receives_to_post(schedule: Schedule) -> int:
+    """The fewest receives that each rank must keep posted for each other rank so that sends may block.
+
+    0 for GPipe, where a rendezvous is enough; 1 for 1F1B and ZB-H1, where two neighbours would else each wait in a send
+    to the other; 2 for V-shaped schedules; up to p/2 + 1 for interleaved ones. ``schedule`` holds communication and
+    runs when sends do not block (`check`).
+    """
+    most = max(map(len, schedule.rows))
+    return next(posted for posted in range(most + 1) if not _Run(schedule, posted).stuck())
 
 
 def _misplaced(schedule: Schedule) -> list[str]:

@@ -335,7 +335,11 @@ class Run:
         state = load_checkpoint(path, self.trainer.model.specs)
         self._copy_weights(state.weights)
         specs, mesh = self.trainer.model.specs, self.mesh
-        optimizer = {kind: local_tensors(named, specs, mesh) for kind, named in state.optimizer.items()}
+        held = self.trainer.parameters.keys()
+        optimizer = {
+            kind: local_tensors({name: full for name, full in named.items() if name in held}, specs, mesh)
+            for kind, named in state.optimizer.items()
+        }
         self.trainer.optimizer.load(optimizer, int(state.extra["optimizer_steps"]))
         self.step, self.samples, self.checkpoint = state.step, state.samples, path
         self._say(f"resumed from {path.name}: step {self.step}, {self.samples} samples read")
@@ -386,14 +390,18 @@ class Run:
 
     def _state(self) -> CheckpointState:
         """Full logical tensors, the same on every rank of a tp group; every rank must call."""
-        trainer, specs = self.trainer, self.trainer.model.specs
+        trainer, specs, device = self.trainer, self.trainer.model.specs, self.trainer.device
+        frozen = tuple(self.config.train.freeze)
+        trained = [name for name in specs if not (frozen and name.startswith(frozen))]
         weights = {name: parameter.detach() for name, parameter in trainer.parameters.items()}
         optimizer = trainer.optimizer.named_state()
         return CheckpointState(
             step=self.step,
             samples=self.samples,
-            weights=full_tensors(weights, specs, self.mesh),
-            optimizer={kind: full_tensors(named, specs, self.mesh) for kind, named in optimizer.items()},
+            weights=full_tensors(weights, list(specs), specs, self.mesh, device),
+            optimizer={
+                kind: full_tensors(named, trained, specs, self.mesh, device) for kind, named in optimizer.items()
+            },
             extra={"optimizer_steps": trainer.optimizer.step_count, "config": self.config.to_table()},
         )
 

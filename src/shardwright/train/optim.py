@@ -140,6 +140,8 @@ def global_norm(buckets: GradientBuckets, mesh: Mesh) -> Tensor:
     held = _zero_scalar(buckets)
     sharded = held.clone()
     for bucket in buckets.buckets:
+        if bucket.plan.copy:
+            continue
         square = torch.linalg.vector_norm(bucket.gradients).square()
         if "tp" in bucket.plan.shard_axes:
             sharded += square

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,9 +29,25 @@ def full_tensor(spec: Spec, local: Tensor, mesh: Mesh) -> Tensor:
     return full
 
 
-def full_tensors(named: Mapping[str, Tensor], specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, Tensor]:
-    """:func:`full_tensor` of each name, in the same order on every rank."""
-    return {name: full_tensor(specs[name], local, mesh) for name, local in named.items()}
+def full_tensors(
+    named: Mapping[str, Tensor], names: Sequence[str], specs: Mapping[str, Spec], mesh: Mesh, device: torch.device
+) -> dict[str, Tensor]:
+    """:func:`full_tensor` of each of ``names``, in that order; with a pipeline its holder gives it to the other stages.
+
+    ``named`` has this rank's slices; every rank must call with the same ``names``.
+    """
+    if mesh.pp.size == 1:
+        return {name: full_tensor(specs[name], named[name], mesh) for name in names}
+    holders = mesh.pp.gather_objects({name: tensor.dtype for name, tensor in named.items()})
+    full: dict[str, Tensor] = {}
+    for name in names:
+        root = next(rank for rank, held in enumerate(holders) if name in held)
+        if name in named:
+            tensor = full_tensor(specs[name], named[name], mesh).contiguous()
+        else:
+            tensor = torch.empty(specs[name].shape, dtype=holders[root][name], device=device)
+        full[name] = mesh.pp.broadcast(tensor, root, name=name)
+    return full
 
 
 def local_tensors(named: Mapping[str, Tensor], specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, Tensor]:

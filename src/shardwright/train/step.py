@@ -6,18 +6,19 @@ The same path at every layout: with one rank all verbs return their input.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.comm.mesh import Mesh
-from shardwright.core.buckets import Member, plan_buckets
+from shardwright.core.buckets import plan_buckets
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
-from shardwright.core.specs import bucket_members, unit_names
+from shardwright.core.specs import bucket_members, parameter_specs, unit_names
+from shardwright.core.stages import split_units
 from shardwright.errors import ConfigError, LayoutError, ShardwrightError
 from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
@@ -71,16 +72,18 @@ def check_supported(config: RunConfig) -> None:
     """Refuse, before any process starts, what training cannot do yet."""
     layout = config.layout
     usual = Layout()
-    for name in ("cp", "pp", "ep", "zero", "dp_replicate", "offload", "delayed_update", "virtual"):
+    for name in ("cp", "ep", "zero", "dp_replicate", "offload", "delayed_update"):
         if getattr(layout, name) != getattr(usual, name):
             raise LayoutError(
                 f"{name}={getattr(layout, name)} can be planned but not trained yet; "
-                f"train with dp, tp, microbatches and recompute, and leave {name} out"
+                f"train with dp, tp, pp, microbatches and recompute, and leave {name} out"
             )
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
     if layout.comm == "shm":
         raise LayoutError("comm=shm is not built yet; use comm=auto (gloo on CPU, NCCL on CUDA)")
+    for spec in parameter_specs(config.model).values():
+        spec.reduce_axes(layout)  # refuses KV heads that only some ranks of tp share
 
 
 class Trainer:
@@ -96,11 +99,19 @@ class Trainer:
         self.config, self.mesh, self.layout = config, mesh, config.layout
         self.device = torch.device(device)
         dtype = DTYPES[self.layout.precision]
-        self.model = Transformer(config.model, mesh, dtype, self.device).initialise(config.train.seed)
-        _check_frozen(config.train.freeze, freeze(self.model, config.train.freeze))
-        self.parameters = dict(self.model.named_parameters())
+        schedule = add_communication(make_schedule(self.layout))
+        stages = split_units(config.model, schedule.num_stages, self.layout.stages)
+        held = schedule.stages_of(mesh.coordinates["pp"])
+        self.has_loss = schedule.num_stages - 1 in held
+        units = [unit for stage in held for unit in stages[stage]]
+        self.model = Transformer(config.model, mesh, dtype, self.device, units).initialise(config.train.seed)
+        _check_frozen(config.train.freeze, self.model.specs)
+        freeze(self.model, config.train.freeze)
+        self.parameters = self.model.spec_parameters()
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        plans = plan_buckets(self._members(trained), unit_names(config.model), self.layout.bucket_mb)
+        members = bucket_members(config.model, self.layout, mesh.coordinates, units)
+        members = [member for member in members if member.name in trained]
+        plans = plan_buckets(members, unit_names(config.model), self.layout.bucket_mb)
         direct = not config.train.compile
         hook = hook or hook_for(self.layout.reduce_dtype)
         check_reduction(hook, "sum", "training divides the loss by the tokens of the whole batch")
@@ -108,9 +119,10 @@ class Trainer:
         self.optimizer = FlatOptimizer(config.optim, self.buckets.buckets)
         if config.train.compile:
             self.model.compile_blocks()
+        modules = self.model.units()
         self.executor = Executor(
-            add_communication(make_schedule(self.layout)),
-            {0: Stage(self.model.units(), config.model.dim)},
+            schedule,
+            {stage: Stage({unit: modules[unit] for unit in stages[stage]}, config.model.dim) for stage in held},
             mesh.pp,
             self.buckets,
             mesh.recorder,
@@ -121,10 +133,6 @@ class Trainer:
         self.stop_requested = False
         self.on_gradients: Callable[[Trainer], None] | None = None
         """Called when the gradients of a step are reduced and not yet clipped (verification)."""
-
-    def _members(self, trained: Mapping[str, nn.Parameter]) -> list[Member]:
-        members = bucket_members(self.config.model, self.layout, self.mesh.coordinates)
-        return [member for member in members if member.name in trained]
 
     def context(self, batch: MicroBatch, step: int, *, training: bool = True) -> Context:
         """What the model is told about one micro-batch, on this rank's device."""
@@ -141,6 +149,7 @@ class Trainer:
             seed=self.config.train.seed,
             step=step,
             recompute=self.layout.recompute if training else "none",
+            loss_chunk=self.config.train.loss_chunk,
         )
 
     def step(self, batches: Sequence[MicroBatch], step: int) -> StepResult:
@@ -193,12 +202,14 @@ class Trainer:
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """(nats per valid token, valid tokens) over all ranks' batches; every rank must bring the same number."""
         totals = torch.zeros(2, dtype=torch.float64)
-        for batch in batches:
-            totals[0] += self.model.run(self.context(batch, 0, training=False)).double().cpu()
-            totals[1] += batch.num_valid
+        counts = self.has_loss and self.mesh.coordinates["tp"] == 0  # the others of tp have the same loss
         with self.mesh.recorder.phase("eval"):
-            loss, tokens = _read_all(self.mesh.dp_cp.all_reduce(totals.to(self.device), name="eval"))
-        return loss / max(tokens, 1.0), int(tokens)
+            for batch in batches:
+                loss = self.executor.evaluate(self.context(batch, 0, training=False))
+                if counts:
+                    totals += torch.stack([loss.double().cpu(), torch.tensor(batch.num_valid, dtype=torch.float64)])
+            loss_sum, tokens = _read_all(self.mesh.world.all_reduce(totals.to(self.device), name="eval"))
+        return loss_sum / max(tokens, 1.0), int(tokens)
 
     def memory(self) -> dict[str, int]:
         """Persistent bytes by class on this rank."""
@@ -228,9 +239,10 @@ class Trainer:
         return sum(values[0::2]) / self.mesh.tp.size, tuple(values[1::2])
 
 
-def _check_frozen(patterns: Sequence[str], matched: Sequence[str]) -> None:
+def _check_frozen(patterns: Sequence[str], names: Iterable[str]) -> None:
+    known = tuple(names)
     for pattern in patterns:
-        if not any(name.startswith(pattern) for name in matched):
+        if not any(name.startswith(pattern) for name in known):
             raise ConfigError(
                 f"train.freeze={pattern!r} matches no parameter; names look like blocks.0.attention.q.weight"
             )

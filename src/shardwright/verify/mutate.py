@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.comm.base import Comm, ReduceOp, Work
 from shardwright.core.suggest import did_you_mean
 from shardwright.errors import ConfigError
+from shardwright.model.attention import Attention
+from shardwright.model.mlp import MLP
+from shardwright.ops.linear import add_bias
 from shardwright.schedule.action import Action, Kind
 from shardwright.train.data import MicroBatch
 from shardwright.train.optim import FlatOptimizer
@@ -70,6 +73,35 @@ class _DropAllReduce(ForwardingComm):
 
     def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
         return Work() if name.startswith(self.prefix) else super().all_reduce_start(tensor, op, name=name)
+
+
+class _LeaveOut(ForwardingComm):
+    """Leaves out the collectives over tp whose tensor has this name (or one that goes on with a dot).
+
+    A reduction then keeps the rank's own part, and a gather repeats it.
+    """
+
+    def __init__(self, inner: Comm, tensor: str) -> None:
+        super().__init__(inner)
+        self.tensor = tensor
+
+    def _meant(self, name: str) -> bool:
+        return self.axis == "tp" and (name == self.tensor or name.startswith(f"{self.tensor}."))
+
+    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
+        return Work() if self._meant(name) else super().all_reduce_start(tensor, op, name=name)
+
+    def reduce_scatter_start(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
+        if not self._meant(name):
+            return super().reduce_scatter_start(output, tensor, op, name=name)
+        output.copy_(tensor.view(self.size, *output.shape)[self.rank])
+        return Work()
+
+    def all_gather_start(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        if not self._meant(name):
+            return super().all_gather_start(output, tensor, name=name)
+        output.view(self.size, *tensor.shape).copy_(tensor.expand(self.size, *tensor.shape))
+        return Work()
 
 
 class _ScaleAllReduce(ForwardingComm):
@@ -148,6 +180,26 @@ def _decay_all(trainer: Trainer) -> None:
     trainer.optimizer = FlatOptimizer(trainer.config.optim, trainer.optimizer.buckets)
 
 
+def _bias_before_the_sum(trainer: Trainer) -> None:
+    """Every rank adds the bias of a row-parallel layer to its partial product, so the sum holds it tp times."""
+
+    def again(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        bias = module.out.bias if isinstance(module, Attention) else module.down.bias if isinstance(module, MLP) else None
+        for _ in range(trainer.mesh.tp.size - 1):
+            y = y if bias is None else add_bias(y, bias)
+        return y
+
+    for module in trainer.model.modules():
+        if isinstance(module, (Attention, MLP)):
+            module.register_forward_hook(again)
+
+
+def _norm_counts_copies(trainer: Trainer) -> None:
+    """Parameters that every tp rank holds whole are counted once for each."""
+    for bucket in trainer.buckets.buckets:
+        bucket.plan = replace(bucket.plan, shard_axes=("tp",))
+
+
 def _one_document(batch: MicroBatch) -> MicroBatch:
     return replace(batch, lengths=(len(batch.tokens),))
 
@@ -206,8 +258,41 @@ MUTATIONS = {
 }
 
 
+def _left_out(tensor: str, stands_for: str) -> Mutation:
+    name = "drop-" + tensor.replace(" ", "-")
+    return Mutation(name, stands_for, lambda comm: _LeaveOut(comm, tensor))
+
+
+TENSOR_MUTATIONS = {
+    mutation.name: mutation
+    for mutation in (
+        _left_out("embedding", "each rank knows its own vocabulary rows only"),
+        _left_out("attention out", "heads of other ranks are not added"),
+        _left_out("mlp out", "channels of other ranks are not added"),
+        _left_out("attention in gradient", "the gradient of what enters attention is one rank's part"),
+        _left_out("mlp in gradient", "the gradient of what enters the MLP is one rank's part"),
+        _left_out("attention in again", "weight gradients from the rank's own tokens instead of all"),
+        _left_out("mlp in again", "weight gradients from the rank's own tokens instead of all"),
+        _left_out("loss maximum", "each rank subtracts its own maximum before exponentials are summed"),
+        _left_out("loss denominator", "softmax over the rank's own vocabulary rows"),
+        _left_out("loss target", "ranks that do not hold the target take its logit for the maximum"),
+        _left_out("head gradient", "the gradient of the head's input is one rank's part"),
+        _left_out("norm", "each rank clips by the norm of what it holds"),
+        Mutation(
+            "drop-tp-gradients",
+            "norm weights, row biases and what is held whole inside the region train on a part of the tokens or heads",
+            lambda comm: _LeaveOut(comm, "gradients"),
+        ),
+        Mutation("bias-before-the-sum", "a row-parallel bias added by every rank", trainer=_bias_before_the_sum),
+        Mutation("norm-counts-copies", "replicated parameters counted tp times in the norm", trainer=_norm_counts_copies),
+    )
+}
+"""Those that need tp > 1."""
+
+
 def find_mutation(name: str) -> Mutation:
     """The mutation of that name; raises `ConfigError` with the known ones."""
-    if name not in MUTATIONS:
-        raise ConfigError(f"mutation {name!r} is not known; {did_you_mean(name, MUTATIONS)}")
-    return MUTATIONS[name]
+    known = MUTATIONS | TENSOR_MUTATIONS
+    if name not in known:
+        raise ConfigError(f"mutation {name!r} is not known; {did_you_mean(name, known)}")
+    return known[name]

@@ -27,7 +27,7 @@ from shardwright.plan.collectives import predict_step
 from shardwright.train.data import MicroBatch, TrainSampler, collate, open_blend
 from shardwright.train.optim import learning_rate
 from shardwright.train.prepare import PreparedData, prepare_data
-from shardwright.train.step import DTYPES, Trainer
+from shardwright.train.step import Trainer
 from shardwright.verify.mutate import UNBROKEN, find_mutation
 
 TOLERANCES = {
@@ -91,12 +91,13 @@ def max_rel_diff(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tuple
 def reference_run(config: RunConfig, batches: Callable[[int], MicroBatch], steps: int) -> Trace:
     """Train ``steps`` steps in one process with plain autograd; ``batches(step)`` is the whole global batch as one.
 
-    The optimizer works on copies of the parameters in fp32 (fp64 for fp64), as with bf16 parameters it must.
+    An fp32 layout is compared with fp64, from the same initial values: what differs is then the layout's own rounding.
+    For bf16 the reference is bf16 too, and its optimizer works on fp32 copies of the parameters, as it must.
     """
-    dtype = DTYPES[config.layout.precision]
+    dtype = torch.bfloat16 if config.layout.precision == "bf16" else torch.float64
     model = Transformer(config.model, Mesh.solo(), dtype).initialise(config.train.seed)
     freeze(model, config.train.freeze)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in model.spec_parameters().items() if p.requires_grad}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     masters = {name: p.detach().to(wide, copy=True) for name, p in trained.items()}
     optimizer = _reference_optimizer(config, list(masters.values()))
@@ -127,7 +128,7 @@ def reference_run(config: RunConfig, batches: Callable[[int], MicroBatch], steps
         trace.losses.append(loss.item())
         trace.norms.append(norm)
         trace.gradients.append(gradients)
-    trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()} | masters
+    trace.parameters = {name: p.detach().clone() for name, p in model.spec_parameters().items()} | masters
     return trace
 
 
@@ -291,7 +292,7 @@ def verify(
         timeout_s=config.train.timeout_s,
     )
     reference = reference_run(config, whole_batches(train_sampler(config, data, 0)), steps)
-    return compare(config, traces, reference, dry_step(config))
+    return compare(config, traces, reference, [dry_step(config, rank) for rank in first_of_each_stage(config.layout)])
 
 
 def assemble(config: RunConfig, locals_: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Comparison]:
@@ -313,7 +314,12 @@ def assemble(config: RunConfig, locals_: list[dict[str, Tensor]]) -> tuple[dict[
     return full, Comparison(worst, 0.0, where)
 
 
-def compare(config: RunConfig, traces: list[Trace], reference: Trace, dryrun: Ledger) -> Verification:
+def first_of_each_stage(layout: Layout) -> list[int]:
+    """One rank for each pipeline rank: tp, cp and dp coordinates 0."""
+    return [layout.grid.rank({"pp": pp}) for pp in range(layout.pp)]
+
+
+def compare(config: RunConfig, traces: list[Trace], reference: Trace, dryruns: list[Ledger]) -> Verification:
     """The ranks' slices put together against the reference; copies of a slice against each other, bit for bit."""
     layout, frozen = config.layout, config.train.freeze
     predictions = [
@@ -334,7 +340,9 @@ def compare(config: RunConfig, traces: list[Trace], reference: Trace, dryrun: Le
     ]
     parameters, replicas = assemble(config, [trace.parameters for trace in traces])
     worst_step = max(range(len(gradients)), key=lambda step: gradients[step][0])
-    differences = [f"predicted, dry run: {line}" for line in predicted.differences(dryrun)]
+    differences: list[str] = []
+    for rank, dry in zip(first_of_each_stage(layout), dryruns, strict=True):
+        differences += [f"predicted, dry run of rank {rank}: {line}" for line in predictions[rank].differences(dry)]
     for rank, trace in enumerate(traces):
         for step, ledger in enumerate(trace.ledgers):
             where = f"predicted, rank {rank} step {step}"
@@ -347,19 +355,21 @@ def compare(config: RunConfig, traces: list[Trace], reference: Trace, dryrun: Le
         ),
         Comparison(*_swap(max_rel_diff(parameters, reference.parameters), tolerance["parameters"])),
         Comparison(*_swap(max_rel_diff(got_norms, norms), tolerance["gradients"])),
-        _same_losses(traces, replicas),
+        _same_reports(traces, replicas),
         predicted,
-        dryrun,
+        dryruns[0],
         first.ledgers[-1],
         differences,
     )
 
 
-def _same_losses(traces: list[Trace], replicas: Comparison) -> Comparison:
-    """``replicas``, or the first rank that reports other losses than rank 0."""
+def _same_reports(traces: list[Trace], replicas: Comparison) -> Comparison:
+    """``replicas``, or the first rank that reports another loss or norm than rank 0."""
     for rank, trace in enumerate(traces):
         if trace.losses != traces[0].losses:
             return Comparison(float("inf"), 0.0, f"rank {rank} reports other losses")
+        if trace.norms != traces[0].norms:
+            return Comparison(float("inf"), 0.0, f"rank {rank} reports another gradient norm")
     return replicas
 
 

@@ -1,0 +1,154 @@
+"""Fit a stack's constants to measured runs: ``python -m shardwright.plan.calibrate FILE.csv... [--out stacks.toml]``.
+
+For each stack the fields named in its ``fit.fields`` are moved (Nelder and Mead's simplex, in logarithms) until the mean
+absolute logarithm of predicted over measured step time is least over all rows of that stack; a weak pull towards the
+starting values keeps what the rows do not tell. Constants belong to a chip and a stack, never to a row. Cross-validation:
+the rows are cut into folds by their place in the file, each fold is predicted by constants fitted on the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from pathlib import Path
+
+from shardwright.errors import ShardwrightError
+from shardwright.plan.rows import Case, Refused, read_cases
+from shardwright.plan.stack import Stack, read_tables, stack_of, write_tables
+from shardwright.plan.step_time import Pricer
+
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "gemm_bf16": (0.2, 1.0), "gemm_fp8": (0.15, 1.0), "gemm_fp4": (0.1, 1.0), "attention": (0.05, 1.0),
+    "memory": (0.3, 1.0), "launch": (1e-7, 3e-5), "host": (1e-7, 1e-4), "intra": (0.1, 1.0), "inter": (0.1, 1.0),
+    "latency": (0.05, 20.0), "fused": (0.2, 2.5), "dp_overlap": (1e-3, 1.0), "tp_overlap": (1e-3, 0.95),
+    "ep_overlap": (1e-3, 0.95), "p2p_overlap": (1e-3, 1.0), "contention": (1e-3, 1.0), "imbalance": (1.0, 1.5),
+    "step_seconds": (1e-5, 5.0),
+}  # fmt: skip
+PULL = 0.002
+"""Weight of the squared logarithm of a constant over its starting value."""
+FOLDS, MOST_ROWS, ROUNDS = 4, 160, 250
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """Fitted constants with mean absolute errors in per cent: on the rows fitted, and on rows held out."""
+
+    stack: Stack
+    rows: int
+    mape: float
+    held_out_mape: float
+
+
+def predict(case: Case, stack: Stack, *, exact: bool = False) -> float:
+    """Seconds of a step of ``case``."""
+    pricer = Pricer(case.model, case.cluster, case.seq, stack)
+    return pricer.price(case.layout).step.seconds if exact else pricer.quick(case.layout)
+
+
+def mean_error(cases: Sequence[Case], stack: Stack) -> float:
+    """Mean absolute percentage error over measured cases."""
+    errors = [abs(predict(case, stack) / case.seconds - 1) for case in cases if case.seconds]
+    return 100 * sum(errors) / len(errors) if errors else 0.0
+
+
+def fit(cases: Sequence[Case], start: Stack, names: Sequence[str], rounds: int = ROUNDS) -> Stack:
+    """``start`` with the fields ``names`` moved to where ``cases`` are predicted best."""
+    measured = [case for case in cases if case.seconds]
+    if not measured or not names:
+        return start
+    origin = [log(max(getattr(start, name), BOUNDS[name][0])) for name in names]
+
+    def at(point: Sequence[float]) -> Stack:
+        values = {}
+        for name, place in zip(names, point, strict=True):
+            low, high = BOUNDS[name]
+            values[name] = min(max(exp(place), low), high)
+        return replace(start, **values)
+
+    def loss(point: Sequence[float]) -> float:
+        stack = at(point)
+        error = sum(abs(log(predict(case, stack) / (case.seconds or 1.0))) for case in measured) / len(measured)
+        return error + PULL * sum((a - b) ** 2 for a, b in zip(point, origin, strict=True))
+
+    return at(simplex(loss, origin, rounds))
+
+
+def simplex(loss: Callable[[Sequence[float]], float], start: Sequence[float], rounds: int, step: float = 0.25) -> list[float]:
+    """Nelder and Mead's search for the least of ``loss`` from ``start``."""
+    corners = [list(start)] + [[x + step * (i == j) for j, x in enumerate(start)] for i in range(len(start))]
+    scored = sorted((loss(corner), corner) for corner in corners)
+    for _ in range(rounds):
+        (_, *_), (worst, last) = scored[0], scored[-1]
+        middle = [sum(axis) / (len(scored) - 1) for axis in zip(*(c for _, c in scored[:-1]), strict=True)]
+
+        def along(factor: float, middle: list[float] = middle, last: list[float] = last) -> tuple[float, list[float]]:
+            point = [m + factor * (m - w) for m, w in zip(middle, last, strict=True)]
+            return loss(point), point
+
+        tried = along(1.0)
+        if tried[0] < scored[0][0]:
+            tried = min(tried, along(2.0))
+        elif tried[0] >= scored[-2][0]:
+            tried = min(tried, along(-0.5))
+        if tried[0] < worst:
+            scored[-1] = tried
+        else:
+            best = scored[0][1]
+            shrunk = [[(a + b) / 2 for a, b in zip(best, corner, strict=True)] for _, corner in scored[1:]]
+            scored = [scored[0], *((loss(corner), corner) for corner in shrunk)]
+        scored.sort()
+        if scored[-1][0] - scored[0][0] < 1e-6:
+            break
+    return scored[0][1]
+
+
+def calibrate(cases: Sequence[Case], start: Stack, names: Sequence[str]) -> FitResult:
+    """Fit all rows, and each fold's rows on the others'."""
+    measured = [case for case in cases if case.seconds]
+    if len(measured) > MOST_ROWS:
+        measured = measured[:: -(-len(measured) // MOST_ROWS)]
+    fitted = fit(measured, start, names)
+    folds = min(FOLDS, len(measured) // 2)
+    total = 0.0
+    for fold in range(folds):
+        others = [case for index, case in enumerate(measured) if index % folds != fold]
+        held_out = measured[fold::folds]
+        total += mean_error(held_out, fit(others, fitted, names, ROUNDS // 2)) * len(held_out)
+    return FitResult(fitted, len(measured), mean_error(measured, fitted), total / len(measured) if folds else 0.0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fit every stack that the files have rows of, and write the table."""
+    parser = argparse.ArgumentParser(prog="python -m shardwright.plan.calibrate", description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.csv")
+    parser.add_argument("--out", type=Path, help="write the constants here (default: only print the errors)")
+    parser.add_argument("--stack", action="append", help="fit this stack only; repeatable")
+    options = parser.parse_args(arguments)
+    try:
+        found = [case for path in options.files for case in read_cases(path) if not isinstance(case, Refused)]
+        tables = read_tables()
+        for name, table in tables.items():
+            cases = [case for case in found if case.stack == name and case.seconds]
+            names = table["fit"].get("fields", [])
+            if not cases or not names or (options.stack and name not in options.stack):
+                continue
+            result = calibrate(cases, stack_of(name, tables), names)
+            for field in names:
+                table[field] = float(f"{getattr(result.stack, field):.4g}")
+            table["fit"] |= {
+                "rows": result.rows, "mape": round(result.mape, 2), "held_out_mape": round(result.held_out_mape, 2)
+            }  # fmt: skip
+            print(f"{name}: {result.rows} rows, {result.mape:.1f} %, held out {result.held_out_mape:.1f} %", flush=True)
+        if options.out:
+            options.out.write_text(write_tables(tables), encoding="utf-8")
+    except ShardwrightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

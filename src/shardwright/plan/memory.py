@@ -1,0 +1,258 @@
+"""Bytes on one GPU, by class, from formulas. Each function says what it counts; all counts are of the fullest rank.
+
+State by ZeRO stage (Rajbhandari et al. 2020) over N ranks that hold the same slice, with p bytes of parameters, g of
+gradients and o of optimizer state per parameter (2, 2, 12 in bf16 with Adam, or g = 4 with fp32 gradients):
+
+=====  ================  ==================
+stage  bytes             in bf16, N large
+=====  ================  ==================
+0      p + g + o         16
+1      p + g + o/N       4
+2      p + (g + o)/N     2
+3      (p + g + o)/N     0
+=====  ================  ==================
+
+Activations of one layer and one micro-batch of T tokens (Korthikanti et al. 2022, section 4, made general; a = N heads,
+t = tp, σ = t with sequence parallelism, else 1), 2-byte values::
+
+    T [ (8 + 2 dropout) D/σ + (4 N H + 4 K H)/t + mlp F/t + scores/t ]      mlp: 4 GeLU, 6 SwiGLU
+    scores = 5 a s (2 a s without dropout) where they are kept; 4 a for the softmax statistics of fused attention
+
+For GPT with dropout and unfused scores this is the paper's ``s b h (10 + 24/t + 5 a s/(h t))``. ``selective`` drops the
+scores, ``full`` keeps the input of each layer only (``2 T D/σ``) and has one layer at a time in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+
+from shardwright.core.layout import Layout
+from shardwright.core.model_config import ModelConfig
+from shardwright.core.plan import StageMemory
+from shardwright.errors import ConfigError
+from shardwright.plan.compute import ACTIVATION_BYTES, LayerKind, Shape
+from shardwright.plan.stack import Stack
+from shardwright.plan.stages import Parameters, ParameterTable, RankUnits, chunks_per_rank, num_stages
+
+PARAMETER_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4}
+"""Bytes of a working parameter; 2 in the other precisions."""
+GRADIENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+LOGIT_BYTES = 4
+"""Of a logit in cross entropy, beside its working copy and its gradient."""
+
+
+def optimizer_bytes(precision: str) -> int:
+    """Adam: two moments, and a master copy where parameters are held in fewer bits."""
+    return {"fp64": 16, "fp32": 8}.get(precision, 12)
+
+
+def bytes_per_parameter(
+    stage: int, ranks: int, param: float = 2, grad: float = 2, optimizer: float = 12
+) -> tuple[float, float, float]:
+    """Parameters, gradients and optimizer state of one parameter on one of ``ranks`` ranks under ZeRO ``stage``."""
+    if not 0 <= stage <= 3 or ranks < 1:
+        raise ConfigError(f"ZeRO stage {stage} over {ranks} ranks; use stage 0, 1, 2 or 3 and at least one rank")
+    return (
+        param / ranks if stage == 3 else param,
+        grad / ranks if stage >= 2 else grad,
+        optimizer / ranks if stage >= 1 else optimizer,
+    )
+
+
+def least_gpus(weight_bytes: float, gpu_bytes: float) -> int:
+    """The fewest GPUs that hold the weights alone."""
+    if gpu_bytes <= 0:
+        raise ConfigError(f"a GPU with {gpu_bytes} bytes holds nothing; give its memory in bytes")
+    return ceil(weight_bytes / gpu_bytes)
+
+
+def gradient_bytes(layout: Layout, stack: Stack) -> float:
+    """Bytes of gradient buffers per parameter: the dtype in which they are summed."""
+    if stack.gradient_bytes:
+        return stack.gradient_bytes
+    wide = 8 if layout.precision == "fp64" else 4
+    return wide if layout.reduce_dtype == "fp32" else GRADIENT_BYTES[layout.reduce_dtype]
+
+
+def shard_ranks(layout: Layout) -> tuple[int, int]:
+    """Ranks over which ZeRO shards dense parameters and expert parameters; hybrid sharding keeps replicas."""
+    dense, experts = layout.dp * layout.cp, layout.grid.edp
+    return max(1, dense // layout.dp_replicate), max(1, experts // layout.dp_replicate)
+
+
+# -- activations -----------------------------------------------------------------------------------
+
+
+def tensor_bytes(batch: int, seq: int, hidden: int, heads: int, n_hidden: int, n_score: int, size: int = 2) -> int:
+    """Bytes of ``n_hidden`` tensors of batch x seq x hidden and ``n_score`` of batch x heads x seq x seq, of one layer."""
+    return size * batch * seq * (n_hidden * hidden + n_score * heads * seq)
+
+
+def layer_activation_bytes(
+    model: ModelConfig, kind: LayerKind, shape: Shape, precision: str, stack: Stack, recompute: str = "none"
+) -> float:
+    """What backward needs of one layer for one micro-batch; the module's table in ``precision``."""
+    size = ACTIVATION_BYTES.get(precision, 2)
+    tokens, hidden, split, tp = shape.tokens, model.dim, shape.split, shape.tp
+    if recompute == "full":
+        return size * tokens * hidden / split
+    dropout = model.dropout > 0
+    norms = 4 * size * tokens * hidden / split + (8 * tokens / split if model.norm == "rmsnorm" else 0)
+    masks = 2 * tokens * hidden / split if dropout else 0
+    total = norms + masks + _attention_bytes(model, shape, size)
+    if not stack.flash and recompute != "selective":
+        keys = min(kind.window or shape.seq, shape.seq)
+        total += tokens * model.num_heads * keys * (2 * size + 1 if dropout else size) / tp
+    if kind.moe:
+        return total + _expert_bytes(model, shape, size)
+    return total + size * tokens * (3 if model.activation == "swiglu" else 2) * model.ffn_dim / tp
+
+
+def _attention_bytes(model: ModelConfig, shape: Shape, size: int) -> float:
+    """Queries, keys, values and the output, and fp32 softmax statistics; with latent attention the latents too."""
+    tokens, tp = shape.tokens, shape.tp
+    heads = model.num_heads / tp
+    if model.mla is not None:
+        mla = model.mla
+        latents = (mla.q_lora_rank or 0) * 2 + mla.kv_lora_rank * 2 + mla.rope_head_dim
+        return tokens * (size * (latents + heads * (2 * model.head_dim + 2 * mla.v_head_dim)) + 4 * heads)
+    kv_heads = max(model.num_kv_heads / tp, 1)
+    return tokens * (size * (2 * heads + 2 * kv_heads) * model.head_dim + 4 * heads)
+
+
+def _expert_bytes(model: ModelConfig, shape: Shape, size: int) -> float:
+    """Permuted copies in and out, the routed products' inputs and outputs, router scores, the shared expert."""
+    moe = model.moe
+    assert moe is not None
+    own, inward = shape.tokens / shape.tp, 3 if model.activation == "swiglu" else 2
+    routed = size * own * moe.top_k * (2 * model.dim + inward * moe.expert_dim)
+    return routed + 8 * own * moe.num_experts + size * shape.tokens * inward * moe.shared_dim / shape.tp
+
+
+def logits_bytes(model: ModelConfig, shape: Shape, precision: str) -> float:
+    """Logits of one micro-batch, an fp32 copy for cross entropy and the gradient."""
+    size = ACTIVATION_BYTES.get(precision, 2)
+    copy = LOGIT_BYTES if size < LOGIT_BYTES else 0
+    return shape.tokens * ceil(model.vocab_size / shape.tp) * (2 * size + copy)
+
+
+def in_flight(layout: Layout, rank: int) -> float:
+    """Micro-batches whose activations pipeline rank ``rank`` holds at its peak, in units of the rank's whole share.
+
+    GPipe m; 1F1B min(p - r, m); interleaved (v-1)p + 2(p-r) - 1 chunks of 1/v; the zero-bubble kinds p on every rank;
+    DualPipeV half a micro-batch more. Never more than m.
+    """
+    p, m, chunks = layout.pp, layout.microbatches, chunks_per_rank(layout)
+    if p == 1:
+        return 1.0
+    if layout.schedule == "gpipe" or layout.schedule.startswith("file:"):
+        return float(m)
+    if layout.schedule == "1f1b":
+        return float(min(p - rank, m))
+    if layout.schedule == "interleaved":
+        return min(float(m), ((chunks - 1) * p + 2 * (p - rank) - 1) / chunks)
+    if layout.schedule == "dualpipe_v":
+        return min(float(m), p + 0.5)
+    return float(min(p, m))
+
+
+# -- one rank --------------------------------------------------------------------------------------
+
+
+class MemoryModel:
+    """Prices the memory of pipeline ranks of one model under one stack."""
+
+    def __init__(self, model: ModelConfig, table: ParameterTable, stack: Stack) -> None:
+        self.model, self.table, self.stack = model, table, stack
+
+    def stage(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> StageMemory:
+        """Peak bytes of one GPU of pipeline rank ``rank``."""
+        held = self.table.of_rank(units, layout.tp, layout.ep)
+        state = self._state(layout, held)
+        activations = self._activations(layout, rank, units, shape)
+        buffers = self._buffers(layout, units, shape)
+        return StageMemory(
+            stage=rank,
+            parameters=ceil(state["parameters"]),
+            gradients=ceil(state["gradients"]),
+            optimizer=ceil(state["optimizer"]),
+            activations=ceil(sum(activations.values())),
+            buffers=ceil(sum(buffers.values())),
+            parts={name: ceil(size) for name, size in (activations | buffers).items() if size},
+        )
+
+    def _state(self, layout: Layout, held: Parameters) -> dict[str, float]:
+        param = PARAMETER_BYTES.get(layout.precision, 2)
+        grad, optimizer = gradient_bytes(layout, self.stack), optimizer_bytes(layout.precision)
+        dense_ranks, expert_ranks = shard_ranks(layout)
+        total = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
+        for count, ranks in ((held.dense, dense_ranks), (held.experts, expert_ranks)):
+            shares = bytes_per_parameter(layout.zero, ranks, param, grad, optimizer)
+            for name, share in zip(total, shares, strict=True):
+                total[name] += count * share
+        if layout.offload != "none":
+            total["optimizer"] *= 1 - layout.offload_fraction
+        if layout.offload == "params":
+            total["parameters"] *= 1 - layout.offload_fraction
+            total["gradients"] *= 1 - layout.offload_fraction
+        return total
+
+    def _activations(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> dict[str, float]:
+        model, precision, flying = self.model, layout.precision, in_flight(layout, rank)
+        size = ACTIVATION_BYTES.get(precision, 2)
+        kept = sum(
+            count * layer_activation_bytes(model, kind, shape, precision, self.stack, layout.recompute)
+            for kind, count in units.layers
+        )
+        found = {"saved by layers": kept * flying}
+        logits = logits_bytes(model, shape, precision) if units.head else 0.0
+        if layout.recompute == "full" and units.layers:  # never at the same time as the logits
+            layer = max(layer_activation_bytes(model, kind, shape, precision, self.stack) for kind, _ in units.layers)
+            found["one layer recomputed"] = max(0.0, layer - logits)
+        hidden = size * shape.tokens * model.dim / shape.split
+        if units.embedding and model.dropout > 0:
+            found["embedding"] = shape.tokens * model.dim / shape.split * flying
+        if units.head:
+            found["head"] = 2 * hidden
+            found["logits"] = logits
+        return found
+
+    def _buffers(self, layout: Layout, units: RankUnits, shape: Shape) -> dict[str, float]:
+        """Gathered units, buckets on their way, gathered tokens, key and value blocks, stage boundaries."""
+        model = self.model
+        size = ACTIVATION_BYTES.get(layout.precision, 2)
+        param, grad = PARAMETER_BYTES.get(layout.precision, 2), gradient_bytes(layout, self.stack)
+        found: dict[str, float] = {}
+        largest = self._largest_unit(layout, units)
+        if layout.zero == 3:
+            at_once = 1 + layout.prefetch if layout.reshard == "always" else 0
+            if layout.reshard == "after_backward":
+                found["parameters kept gathered"] = param * self.table.of_rank(units, layout.tp, layout.ep).total
+            found["gathered units"] = param * largest * at_once
+            found["gradient of a unit"] = (param + grad) * largest
+        elif layout.zero == 2:
+            found["buckets"] = min(2 * layout.bucket_mb * 2**20, grad * largest * 2) + grad * largest
+        elif layout.dp * layout.cp > 1:
+            found["buckets"] = min(layout.bucket_mb * 2**20, grad * largest) if layout.zero == 0 else 0.0
+        if layout.offload == "params":
+            found["units from the host"] = 2 * (param + grad) * largest
+        tokens = shape.tokens
+        if shape.split > 1:
+            found["gathered tokens"] = 2 * size * tokens * model.dim
+        if layout.cp > 1 and model.mla is None:
+            block = 2 * size * tokens * max(model.num_kv_heads / layout.tp, 1) * model.head_dim
+            found["key and value blocks"] = block * (layout.cp if layout.cp_kind == "allgather" else 2)
+        if num_stages(layout) > 1:
+            found["stage boundaries"] = 4 * size * tokens * model.dim / shape.split
+        return found
+
+    def _largest_unit(self, layout: Layout, units: RankUnits) -> int:
+        """Parameters of the biggest unit; experts count with the rank's own."""
+        tp, ep = layout.tp, layout.ep
+        sizes = [self.table.layer(kind, tp, ep).total for kind, _ in units.layers]
+        if units.embedding:
+            sizes.append(self.table.embedding(tp).total)
+        if units.head:
+            sizes.append(self.table.head(tp, with_embedding=units.embedding).total)
+        return max(sizes, default=0)

@@ -1,0 +1,270 @@
+"""All legal layouts of a model on a cluster, pruned with reasons, ranked by step time with memory as the limit.
+
+The order of pruning is the field's sizing sequence: tensor degree inside the fast domain, pipeline within the layers,
+data for the rest; for each, the cheapest memory saving that fits (sharding before recomputation) is priced. Many layouts
+are compared by the pipeline's closed form; the best are priced again by the schedule's rows, in both rank orders.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from shardwright.core.cluster import Cluster
+from shardwright.core.layout import Layout
+from shardwright.core.model_config import ModelConfig
+from shardwright.core.plan import GIB, Candidate, Plan
+from shardwright.errors import ConfigError, LayoutError
+from shardwright.plan.stack import Stack
+from shardwright.plan.step_time import Pricer
+
+LEAST_CP_TOKENS = 4096
+"""Tokens per rank below which a context split is not looked at: its blocks are too short to hide a transfer."""
+MICRO_BATCHES = (1, 2, 4, 8)
+STEP_TOKENS = 4 * 2**20
+"""Tokens of a step where no global batch is given."""
+REFINED = 24
+"""Layouts that are priced by the schedule's rows."""
+NEAREST, NEAR_MISSES = 60, 8
+"""Of so many layouts that miss the memory by least, so many of the fastest are shown."""
+
+
+@dataclass
+class Rejections:
+    """Why layouts were left out: how many for each reason, and those that only memory keeps out."""
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    too_large: list[tuple[float, Layout]] = field(default_factory=list)
+
+
+def default_global_batch(cluster: Cluster, seq: int) -> int:
+    """Sequences of a step: `STEP_TOKENS` rounded up to a multiple of the GPUs."""
+    gpus = cluster.world_size
+    return gpus * max(1, -(-STEP_TOKENS // (seq * gpus)))
+
+
+def search(
+    model: ModelConfig,
+    cluster: Cluster,
+    seq: int,
+    global_batch: int | None = None,
+    *,
+    precision: str = "bf16",
+    top: int = 5,
+    stack: Stack | None = None,
+) -> Plan:
+    """The best layout on all GPUs of ``cluster`` with the ``top`` candidates; raises :class:`ConfigError` if none fits.
+
+    ``global_batch`` is in sequences of ``seq`` tokens.
+    """
+    pricer = Pricer(model, cluster, seq, stack)
+    batch = default_global_batch(cluster, seq) if global_batch is None else global_batch
+    if batch < 1 or top < 1:
+        raise ConfigError(f"global batch {batch} and top {top} must be at least 1")
+    rejections = Rejections()
+    priced: list[tuple[float, str, Layout]] = []
+    for base in _degrees(pricer, batch, precision, rejections):
+        for layout in _fitting(pricer, base, rejections):
+            priced.append((pricer.quick(layout), str(layout), layout))
+    if not priced:
+        raise ConfigError(_nothing_fits(pricer, batch, rejections))
+    priced.sort(key=lambda item: item[:2])
+    plans = _refined(pricer, [layout for _, _, layout in priced[: max(REFINED, top)]])
+    best = plans[0]
+    candidates = tuple(Candidate(p.layout, p.step.seconds, p.memory[0].total) for p in plans[:top])
+    return replace(best, candidates=candidates, rejected=_rejected(pricer, rejections))
+
+
+def _degrees(pricer: Pricer, batch: int, precision: str, rejections: Rejections) -> Iterator[Layout]:
+    """Layouts that use every GPU, before memory is looked at."""
+    model, cluster = pricer.model, pricer.cluster
+    world = cluster.world_size
+    fast = cluster.levels[0].size if cluster.levels else 1
+    for tp in _divisors(world):
+        reason = _tensor_reason(model, tp, fast)
+        if reason:
+            rejections.reasons[reason] += 1
+            continue
+        for pp in _divisors(world // tp):
+            if pp > model.num_layers:
+                rejections.reasons[f"pp above the model's {model.num_layers} layers"] += 1
+                continue
+            for cp in _context_degrees(pricer.seq, world // (tp * pp)):
+                dp = world // (tp * pp * cp)
+                if batch % dp:
+                    rejections.reasons[f"dp does not divide the global batch of {batch}"] += 1
+                    continue
+                for ep in _expert_degrees(model, tp * cp * dp):
+                    shared: dict[str, int | str] = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "precision": precision}
+                    yield from _batches(pricer, shared, batch // dp, rejections)
+
+
+def _batches(
+    pricer: Pricer, degrees: dict[str, int | str], sequences: int, rejections: Rejections
+) -> Iterator[Layout]:
+    """Micro-batch sizes and schedules for fixed degrees; ``sequences`` are those of one data-parallel rank."""
+    pp = int(degrees["pp"])
+    reduce_dtype = "bf16" if degrees["precision"] != "fp32" else "fp32"
+    for size in MICRO_BATCHES:
+        if sequences % size:
+            continue
+        m = sequences // size
+        for virtual in _virtual_stages(pricer.model.num_layers, pp):
+            if virtual > 1 and m % pp:
+                rejections.reasons["interleaved stages need micro-batches that divide by pp"] += 1
+                continue
+            try:
+                layout = Layout.of(
+                    {
+                        **degrees, "micro_batch": size, "microbatches": m, "virtual": virtual,
+                        "schedule": "interleaved" if virtual > 1 else "1f1b", "reduce_dtype": reduce_dtype,
+                    }
+                )  # fmt: skip
+                pricer.check(layout)
+            except LayoutError as error:
+                rejections.reasons[str(error)] += 1
+                continue
+            yield layout
+
+
+def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[Layout]:
+    """``base`` with the memory savings that are worth pricing: the first of each kind that fits."""
+    shards = [0] if base.dp * base.cp == 1 else [1, 3]
+    recompute = "full" if pricer.stack.flash else "selective"
+    steps = [(shards[0], "none")] + [(zero, "none") for zero in shards[1:]]
+    steps += [(zero, recompute) for zero in shards]
+    if recompute == "selective":
+        steps += [(zero, "full") for zero in shards]
+    fitted: set[str] = set()
+    for zero, policy in steps:
+        if policy in fitted:
+            continue
+        layout = base.with_(zero=zero, recompute=policy)
+        need = pricer.margin.device_bytes(pricer.stage_memory(layout)[0].total)
+        if need > pricer.cluster.chip.memory_bytes:
+            rejections.too_large.append((need, layout))
+            continue
+        yield layout
+        fitted.add(policy)
+        if (zero, policy) == (shards[0], "none"):
+            return
+
+
+def _refined(pricer: Pricer, layouts: Sequence[Layout]) -> list[Plan]:
+    """Plans by the schedule's rows, fastest first; with several nodes in the other rank order as well."""
+    found = []
+    for layout in layouts:
+        orders = ("tp-cp-dp-pp", "tp-cp-pp-dp") if layout.pp > 1 and layout.dp > 1 else ("tp-cp-dp-pp",)
+        found += [pricer.price(layout.with_(order=order)) for order in orders]
+    return sorted(found, key=lambda plan: (plan.step.seconds, plan.memory[0].total))
+
+
+def _rejected(pricer: Pricer, rejections: Rejections) -> tuple[Candidate, ...]:
+    """The fastest of the layouts that miss the memory by least, then one line for every other reason."""
+    capacity = pricer.cluster.chip.memory_bytes
+    nearest = sorted(rejections.too_large, key=lambda item: (item[0], str(item[1])))[:NEAREST]
+    found = [
+        Candidate(
+            layout,
+            pricer.quick(layout),
+            need,
+            f"needs {need / GIB:.1f} GiB of {capacity / GIB:.1f}: {(need - capacity) / GIB:.1f} GiB too much",
+        )
+        for need, layout in nearest
+    ]
+    found.sort(key=lambda candidate: (candidate.seconds or 0.0, str(candidate.layout)))
+    others = rejections.reasons.items()
+    return (*found[:NEAR_MISSES], *(Candidate(None, reason=f"{reason} ({count} layouts)") for reason, count in others))
+
+
+def _nothing_fits(pricer: Pricer, batch: int, rejections: Rejections) -> str:
+    gpus, name = pricer.cluster.world_size, pricer.model.name
+    if rejections.too_large:
+        need, layout = min(rejections.too_large, key=lambda item: (item[0], str(item[1])))
+        capacity = pricer.cluster.chip.memory_bytes
+        return (
+            f"{name} does not fit on {gpus} x {pricer.cluster.chip.name}: the smallest layout, {layout}, needs "
+            f"{need / GIB:.1f} GiB of {capacity / GIB:.1f} per GPU; add GPUs or shorten the sequence"
+        )
+    reason = next(iter(rejections.reasons), "no degrees divide the world")
+    return f"no layout of {name} uses all {gpus} GPUs with a global batch of {batch}: {reason}; change the batch or the GPUs"
+
+
+def neighbours(layout: Layout) -> list[Layout]:
+    """Layouts one change away that need less memory: what would make ``layout`` fit."""
+    changes: list[dict[str, object]] = []
+    if layout.dp * layout.cp > 1:
+        changes += [{"zero": zero} for zero in (1, 2, 3) if zero > layout.zero]
+    if layout.recompute != "full":
+        changes.append({"recompute": "full"})
+    if layout.micro_batch % 2 == 0:
+        changes.append({"micro_batch": layout.micro_batch // 2, "microbatches": layout.microbatches * 2})
+    if layout.dp % 2 == 0:
+        more = {"dp": layout.dp // 2, "microbatches": layout.microbatches * 2}
+        changes += [{**more, "tp": layout.tp * 2}, {**more, "pp": layout.pp * 2}, {**more, "cp": layout.cp * 2}]
+    changes.append({"offload": "optimizer"})
+    found = []
+    for change in changes:
+        try:
+            found.append(layout.with_(**change))
+        except LayoutError:
+            continue
+    return found
+
+
+def price_with_neighbours(pricer: Pricer, layout: Layout, top: int = 5) -> Plan:
+    """One layout with its neighbours: those that fit as candidates, the others as rejected with the reason."""
+    plan = pricer.price(layout)
+    fitting, rejected = [plan], []
+    for other in neighbours(layout):
+        try:
+            near = pricer.price(other)
+        except LayoutError as error:
+            rejected.append(Candidate(other, reason=str(error)))
+            continue
+        if near.fits:
+            fitting.append(near)
+        else:
+            lacks = (near.device_bytes - near.capacity) / GIB
+            reason = f"{lacks:.1f} GiB more than the GPU has"
+            rejected.append(Candidate(other, near.step.seconds, near.device_bytes, reason))
+    shown = sorted((p for p in fitting if p.fits), key=lambda p: p.step.seconds)[:top]
+    candidates = tuple(Candidate(p.layout, p.step.seconds, p.memory[0].total) for p in shown)
+    return replace(plan, candidates=candidates, rejected=tuple(rejected))
+
+
+# -- degrees ---------------------------------------------------------------------------------------
+
+
+def _divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]
+
+
+def _tensor_reason(model: ModelConfig, tp: int, fast: int) -> str:
+    """Why tp is not looked at; empty when it is."""
+    if tp > fast:
+        return f"tp above the {fast} GPUs of the fast domain"
+    if model.num_heads % tp:
+        return f"tp does not divide the model's {model.num_heads} heads"
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        return f"tp and the model's {model.num_kv_heads} KV heads do not divide one another"
+    return ""
+
+
+def _context_degrees(seq: int, ranks: int) -> list[int]:
+    return [cp for cp in (1, 2, 4, 8, 16, 32) if ranks % cp == 0 and (cp == 1 or seq // cp >= LEAST_CP_TOKENS)]
+
+
+def _expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
+    if model.moe is None:
+        return [1]
+    return [ep for ep in _divisors(model.moe.num_experts) if ranks % ep == 0]
+
+
+def _virtual_stages(layers: int, pp: int) -> list[int]:
+    """One chunk per rank, two, and as many as there are layers to split evenly."""
+    if pp == 1:
+        return [1]
+    even = [v for v in range(2, layers // pp + 1) if layers % (pp * v) == 0]
+    return [1, *sorted({even[0], even[len(even) // 2], even[-1]} if even else ())]

@@ -1,0 +1,349 @@
+"""One optimizer step: kernels, pipeline, what communication is not hidden, the optimizer.
+
+A rank's F, B and W of one micro-batch are its units' kernels plus the messages among them that nothing hides (but at
+least what the host needs to launch them). The pipeline is those times on the schedule's clock. Gradient reduction runs
+beside the last micro-batch's backward, parameter gathers beside the next forward, both as far as the stack overlaps
+them; fully sharded units are gathered beside the unit before. The slowest pipeline rank's exposed part is added, then the
+optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardwright.core.cluster import Cluster
+from shardwright.core.layout import Layout
+from shardwright.core.ledger import Ledger
+from shardwright.core.model_config import ModelConfig
+from shardwright.core.plan import Margin, PipelineSummary, Plan, StageMemory, StepTime
+from shardwright.errors import LayoutError, ModelConfigError
+from shardwright.plan.compute import (
+    Kernels,
+    LayerKind,
+    Shape,
+    UnitCost,
+    compute_peak,
+    embedding_cost,
+    head_cost,
+    layer_cost,
+    layer_kind,
+    optimizer_seconds,
+)
+from shardwright.plan.memory import MemoryModel, in_flight, shard_ranks
+from shardwright.plan.network import Network
+from shardwright.plan.pipeline import StageTimes, makespan
+from shardwright.plan.stack import Stack, default_stack
+from shardwright.plan.stages import (
+    Parameters,
+    ParameterTable,
+    RankUnits,
+    layers_per_stage,
+    num_stages,
+    rank_units,
+    stages_of_rank,
+)
+from shardwright.plan.traffic import Message, Traffic, add_messages
+
+CONVENTION = "model FLOPs, causal attention (half of the square), head counted, embedding look-up and recomputation not"
+HOST_BYTES_PER_PARAMETER = 28
+"""Traffic of Adam on the host: as on the device less the working copy's write."""
+HOST_MEMORY_GB_S = 25e9
+"""Bytes/s of host memory for one of a node's GPUs, an assumption."""
+
+
+@dataclass
+class Phase:
+    """Seconds of one micro-batch on one stage: kernels, exposed messages, kernels that the host must launch."""
+
+    compute: float = 0.0
+    exposed: float = 0.0
+    kernels: float = 0.0
+
+    def add(self, compute: float, exposed: float, kernels: float, count: int = 1) -> None:
+        self.compute += compute * count
+        self.exposed += exposed * count
+        self.kernels += kernels * count
+
+    def seconds(self, stack: Stack) -> float:
+        return max(self.compute + self.exposed, self.kernels * stack.host)
+
+
+@dataclass
+class StageCost:
+    """One stage's F, B and W, its messages of one micro-batch, its FLOPs with recomputation."""
+
+    forward: Phase
+    backward: Phase
+    weight: Phase
+    flops: float = 0.0
+
+
+class Pricer:
+    """Prices layouts of one model on one cluster under one stack; costs that layouts share are computed once."""
+
+    def __init__(self, model: ModelConfig, cluster: Cluster, seq: int, stack: Stack | None = None) -> None:
+        if seq < 1:
+            raise ModelConfigError(f"seq={seq} must be at least 1 token")
+        self.model, self.cluster, self.seq = model, cluster, seq
+        self.stack = stack or default_stack(cluster.chip)
+        self.table = ParameterTable(model)
+        self.network = Network(cluster, self.stack)
+        self.memory = MemoryModel(model, self.table, self.stack)
+        self.kinds = tuple(layer_kind(model, layer) for layer in range(model.num_layers))
+        self._units: dict[tuple[object, ...], UnitCost] = {}
+        self.margin = Margin()
+        self._flops_causal = model.flops_per_token(seq, convention="causal")
+        self._flops_full = model.flops_per_token(seq, convention="full")
+
+    # -- layouts -----------------------------------------------------------------------------------
+
+    def check(self, layout: Layout) -> None:
+        """Raise :class:`LayoutError` for a layout that this model or this cluster cannot run."""
+        model = self.model
+        layout.check_model(model)
+        if layout.world_size > self.cluster.world_size:
+            raise LayoutError(
+                f"layout {layout} needs {layout.world_size} GPUs, the cluster has {self.cluster.world_size}; lower a degree"
+            )
+        if num_stages(layout) > model.num_layers:
+            raise LayoutError(f"{num_stages(layout)} stages need as many layers, {model.name} has {model.num_layers}")
+        if model.moe is not None and model.moe.num_experts % layout.ep:
+            raise LayoutError(f"ep={layout.ep} must divide the model's {model.moe.num_experts} experts")
+        if self.seq % layout.cp:
+            raise LayoutError(f"cp={layout.cp} must divide the sequence of {self.seq} tokens")
+        tokens = layout.micro_batch * self.seq // layout.cp
+        if layout.sequence_parallel and tokens % layout.tp:
+            raise LayoutError(f"sp=on: tp={layout.tp} must divide the {tokens} tokens of a micro-batch")
+
+    def units_of_ranks(self, layout: Layout) -> list[RankUnits]:
+        """The units of every pipeline rank."""
+        counts = layers_per_stage(self.model, layout)
+        return [rank_units(layout, rank, counts, self.kinds) for rank in range(layout.pp)]
+
+    def stage_memory(self, layout: Layout) -> tuple[StageMemory, ...]:
+        """Memory of every pipeline rank, heaviest first; without offload of a fraction of anything it fits or not."""
+        shape = Shape.of(layout, self.seq)
+        found = [
+            self.memory.stage(layout, rank, units, shape) for rank, units in enumerate(self.units_of_ranks(layout))
+        ]
+        return tuple(sorted(found, key=lambda stage: -stage.total))
+
+    # -- units -------------------------------------------------------------------------------------
+
+    def _unit(self, what: LayerKind | str, layout: Layout, shape: Shape) -> UnitCost:
+        key = (what, shape, layout.precision)
+        if key not in self._units:
+            kernels = Kernels(self.cluster.chip, self.stack, layout.precision)
+            if isinstance(what, LayerKind):
+                self._units[key] = layer_cost(self.model, what, shape, kernels)
+            else:
+                cost = embedding_cost if what == "embedding" else head_cost
+                self._units[key] = cost(self.model, shape, kernels)
+        return self._units[key]
+
+    def _add_unit(
+        self, stage: StageCost, cost: UnitCost, messages: Sequence[Message], count: int, recomputed: bool
+    ) -> None:
+        exposed = {"F": 0.0, "B": 0.0, "W": 0.0, "recompute": 0.0}
+        for message in messages:
+            exposed[message.phase] += message.exposed * message.count
+        again = cost.forward if recomputed else 0.0
+        kernels = cost.kernels_forward if recomputed else 0
+        stage.forward.add(cost.forward, exposed["F"], cost.kernels_forward, count)
+        stage.backward.add(
+            cost.backward_input + again, exposed["B"] + exposed["recompute"], cost.kernels_backward + kernels, count
+        )
+        stage.weight.add(cost.backward_weight, exposed["W"], 0, count)
+        stage.flops += count * (cost.flops_forward * (1 + recomputed) + cost.flops_backward)
+
+    def _recomputed(self, cost: UnitCost, layout: Layout) -> UnitCost:
+        """``selective`` repeats the attention core where its scores are not kept; a fused kernel repeats them anyway."""
+        if layout.recompute != "selective" or self.stack.flash:
+            return cost
+        again = UnitCost(**vars(cost))
+        again.backward_input += cost.attention_forward
+        again.kernels_backward += 4
+        return again
+
+    def _stages(self, layout: Layout, traffic: Traffic, shape: Shape) -> tuple[list[StageCost], list[list[Message]]]:
+        """Cost and messages of one micro-batch on every stage."""
+        counts = layers_per_stage(self.model, layout)
+        per_kind: dict[LayerKind, tuple[UnitCost, list[Message]]] = {}
+        for kind in dict.fromkeys(self.kinds):
+            cost = self._unit(kind, layout, shape)
+            per_kind[kind] = (self._recomputed(cost, layout), traffic.layer(kind, cost))
+        alike: dict[tuple[object, ...], tuple[StageCost, list[Message]]] = {}
+        found, start, last = [], 0, len(counts) - 1
+        for index, count in enumerate(counts):
+            held: dict[LayerKind, int] = {}
+            for kind in self.kinds[start : start + count]:
+                held[kind] = held.get(kind, 0) + 1
+            start += count
+            key = (*held.items(), index == 0, index == last)
+            if key not in alike:
+                alike[key] = self._stage(layout, traffic, shape, per_kind, held, (index, last))
+            found.append(alike[key])
+        return [stage for stage, _ in found], [sent for _, sent in found]
+
+    def _stage(
+        self,
+        layout: Layout,
+        traffic: Traffic,
+        shape: Shape,
+        per_kind: dict[LayerKind, tuple[UnitCost, list[Message]]],
+        held: dict[LayerKind, int],
+        place: tuple[int, int],
+    ) -> tuple[StageCost, list[Message]]:
+        """One stage that holds so many layers of each kind; ``place`` is (its index, the last stage's)."""
+        index, last = place
+        stage, sent = StageCost(Phase(), Phase(), Phase()), []
+        for kind, number in held.items():
+            cost, among = per_kind[kind]
+            self._add_unit(stage, cost, among, number, layout.recompute == "full")
+            sent += [message.times(number) for message in among]
+        if index == 0:
+            among = traffic.embedding()
+            self._add_unit(stage, self._unit("embedding", layout, shape), among, 1, False)
+            sent += among
+        if index == last:
+            among = traffic.head()
+            self._add_unit(stage, self._unit("head", layout, shape), among, 1, False)
+            sent += among
+        self._add_boundaries(stage, sent, index, last, traffic.boundary())
+        return stage, sent
+
+    @staticmethod
+    def _add_boundaries(stage: StageCost, sent: list[Message], index: int, last: int, boundary: list[Message]) -> None:
+        """Activations go on from all but the last stage, gradients back from all but the first; both ends wait."""
+        for message in boundary:
+            sends = index < last if message.phase == "F" else index > 0
+            receives = index > 0 if message.phase == "F" else index < last
+            phase = stage.forward if message.phase == "F" else stage.backward
+            phase.exposed += message.exposed * (sends + receives)
+            if sends:
+                sent.append(message)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def quick(self, layout: Layout) -> float:
+        """Seconds of a step by the closed form of the pipeline: for comparing many layouts."""
+        return self._price(layout, exact=False)[0].seconds
+
+    def price(self, layout: Layout) -> Plan:
+        """The whole account of one layout; raises :class:`LayoutError` where it cannot run."""
+        self.check(layout)
+        step, pipeline, ledger = self._price(layout, exact=True)
+        return Plan(
+            model=self.model,
+            layout=layout,
+            cluster=self.cluster,
+            seq=self.seq,
+            memory=self.stage_memory(layout),
+            communication=tuple(ledger.sorted_entries()),
+            pipeline=pipeline,
+            step=step,
+            margin=self.margin,
+        )
+
+    def _price(self, layout: Layout, *, exact: bool) -> tuple[StepTime, PipelineSummary, Ledger]:
+        shape = Shape.of(layout, self.seq)
+        traffic = Traffic(self.model, layout, shape, self.network, self.stack)
+        stages, messages = self._stages(layout, traffic, shape)
+        stack, p, m = self.stack, layout.pp, layout.microbatches
+        link = sum(message.seconds for message in traffic.boundary()) / 2
+        times = StageTimes(
+            tuple(stage.forward.seconds(stack) for stage in stages),
+            tuple(stage.backward.seconds(stack) for stage in stages),
+            tuple(stage.weight.seconds(stack) for stage in stages),
+            link,
+        )
+        span = makespan(layout, times, exact=exact)
+        by_rank = [stages_of_rank(layout, rank) for rank in range(p)]
+        work = [sum(times.of_rank(held)) for held in by_rank]
+        slow = max(range(p), key=work.__getitem__)
+        data, exposed_data, update = self._once(layout, traffic, times, by_rank)
+        compute = m * sum(
+            phase.compute for s in by_rank[slow] for phase in (stages[s].forward, stages[s].backward, stages[s].weight)
+        )
+        waiting = m * work[slow] - compute
+        step = self._step(
+            layout, span + exposed_data[slow] + update + stack.step_seconds, sum(s.flops for s in stages),
+            compute, span - m * work[slow], waiting + exposed_data[slow], update,
+        )  # fmt: skip
+        pipeline = PipelineSummary(
+            layout.schedule if p > 1 else "none",
+            num_stages(layout),
+            m,
+            1 - m * sum(work) / (p * span) if span else 0.0,
+            tuple(in_flight(layout, rank) for rank in range(p)),
+        )
+        ledger = Ledger()
+        if exact:
+            for s in by_rank[slow]:
+                add_messages(ledger, [message.times(m) for message in messages[s]])
+            add_messages(ledger, data[slow])
+        return step, pipeline, ledger
+
+    def _once(
+        self, layout: Layout, traffic: Traffic, times: StageTimes, by_rank: Sequence[Sequence[int]]
+    ) -> tuple[list[list[Message]], list[float], float]:
+        """Messages of each rank's parameters and gradients, their exposed seconds, and the optimizer's seconds."""
+        all_messages, exposed, update = [], [], 0.0
+        alike: dict[RankUnits, tuple[list[Message], float]] = {}
+        for held, units in zip(by_rank, self.units_of_ranks(layout), strict=True):
+            if units not in alike:
+                parameters = self.table.of_rank(units, layout.tp, layout.ep)
+                both_ends = self.model.tied_head and layout.pp > 1 and units.embedding != units.head
+                tied = self.table.head(layout.tp, with_embedding=False).dense if both_ends else 0
+                alike[units] = (traffic.data(parameters, units.num_units, tied), self._update(layout, parameters))
+            sent, seconds = alike[units]
+            found = [self._overlapped(message, times, held, units) for message in sent]
+            all_messages.append(found)
+            exposed.append(sum(message.exposed * message.count for message in found))
+            update = max(update, seconds)
+        return all_messages, exposed, update
+
+    def _overlapped(self, message: Message, times: StageTimes, held: Sequence[int], units: RankUnits) -> Message:
+        """What of one message of the data axis shows: beside a backward or forward, less the last unit's share."""
+        forward, backward, weight = times.of_rank(held)
+        window = forward if message.phase in ("F", "update") else backward + weight
+        passes = max(1, message.count // units.num_units)  # a message is a unit's or a bucket's; a pass sends all of them
+        together = message.seconds * message.count / passes
+        shown = max(message.seconds, together - window * self.stack.dp_overlap)
+        if self.stack.dp_overlap == 0:
+            shown = together
+        shown += self.stack.contention * (together - shown)
+        return replace(message, exposed=shown * passes / message.count)
+
+    def _update(self, layout: Layout, held: Parameters) -> float:
+        dense, experts = shard_ranks(layout)
+        owned = held.dense / dense + held.experts / experts if layout.zero else float(held.total)
+        on_host = owned * layout.offload_fraction if layout.offload != "none" else 0.0
+        seconds = optimizer_seconds(self.cluster.chip, self.stack, owned - on_host)
+        if on_host:  # gradients down, parameters up, Adam between
+            moved = on_host * (4 + 2) / self.stack.host_gb_s
+            seconds += moved + on_host * HOST_BYTES_PER_PARAMETER / HOST_MEMORY_GB_S
+        return seconds
+
+    def _step(
+        self, layout: Layout, seconds: float, flops: float, compute: float, bubble: float, exposed: float, update: float
+    ) -> StepTime:
+        tokens = layout.global_batch * self.seq
+        gpus = layout.world_size
+        peak = compute_peak(self.cluster.chip, layout.precision) * gpus * seconds
+        computed = flops * layout.microbatches * layout.tp * layout.cp * layout.dp
+        return StepTime(
+            seconds=seconds,
+            tokens_per_second_per_gpu=tokens / seconds / gpus,
+            mfu=self._flops_causal * tokens / peak,
+            mfu_convention=CONVENTION,
+            mfu_precision=layout.precision,
+            mfu_full_attention=self._flops_full * tokens / peak,
+            hfu=computed / peak,
+            compute_seconds=compute,
+            bubble_seconds=max(0.0, bubble),
+            exposed_communication_seconds=exposed,
+            optimizer_seconds=update,
+            other_seconds=self.stack.step_seconds,
+        )

@@ -1,0 +1,76 @@
+"""Whole training runs on real ranks for comparison with one process: a small text, configurations and their traces."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ranks.kit import run_ranks
+from shardwright.comm.mesh import Mesh
+from shardwright.core.run_config import RunConfig
+from shardwright.launch import RankEnv
+from shardwright.train.prepare import PreparedData
+from shardwright.verify.parity import (
+    Trace,
+    Verification,
+    compare,
+    dry_step,
+    reference_run,
+    trace_steps,
+    train_sampler,
+    whole_batches,
+)
+
+STEPS = 3
+Run = tuple[RunConfig, str | None]
+"""A configuration and the name of a mutation."""
+
+
+def write_documents(folder: Path) -> None:
+    """Documents of 1 to 60 words."""
+    rng = random.Random(3)
+    words = [rng.choice("bdfgklmnprst") + rng.choice("aeiou") + rng.choice("lmnrst") for _ in range(80)]
+    documents = [" ".join(rng.choices(words, k=rng.choice((1, 5, 12, 60)))) for _ in range(300)]
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+
+
+def make_config(folder: str, model: Mapping[str, Any], layout: str, sets: Sequence[str] = ()) -> RunConfig:
+    table = {
+        "model": model,
+        "data": {"sources": f"{folder}/documents.jsonl", "seq_len": 48, "cache": f"{folder}/datasets"},
+        "optim": {"name": "sgd", "lr": 0.1},
+        "train": {"steps": 10, "threads": 1, "run_dir": f"{folder}/run"},
+    }
+    return RunConfig.of(table, sets, layout)
+
+
+def trace_all(env: RankEnv, data: PreparedData, runs: dict[str, Run]) -> dict[str, Trace]:
+    """Several runs one after another on the same ranks."""
+    return {
+        label: trace_steps(Mesh.distributed(config.layout, env.rank), config, data, STEPS, mutation)
+        for label, (config, mutation) in runs.items()
+    }
+
+
+def trace_runs(data: PreparedData, runs: dict[str, Run]) -> dict[str, list[Trace]]:
+    """Run -> the trace of each rank; all runs of one world size share one launch."""
+    found: dict[str, list[Trace]] = {}
+    for world in sorted({config.layout.world_size for config, _ in runs.values()}):
+        chosen = {label: run for label, run in runs.items() if run[0].layout.world_size == world}
+        results = run_ranks(trace_all, world, data, chosen)
+        found |= {label: [rank[label] for rank in results] for label in chosen}
+    return found
+
+
+def verification(config: RunConfig, data: PreparedData, found: list[Trace]) -> Verification:
+    reference = reference_run(config, whole_batches(train_sampler(config, data, 0)), STEPS)
+    return compare(config, found, reference, [dry_step(config)])
+
+
+def red(result: Verification) -> set[str]:
+    """The names of what is not as it should be."""
+    failed = {name for name, comparison in result.comparisons.items() if not comparison.passed}
+    return failed | ({"ledger"} if result.differences else set())
