@@ -40,7 +40,15 @@ def test_rank_and_coordinates_are_inverses(grid: RankGrid) -> None:
 def test_groups_of_every_axis_partition_the_world(grid: RankGrid, axis: str) -> None:
     groups = grid.axis_groups(axis)
     assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
-    assert {len(group) for group in groups} == {grid.degree(axis)}
+    if axis == "tied":  # the two ends of each pipeline; the ranks between are alone
+        ends = [group for group in groups if len(group) == 2]
+        assert len(ends) == (grid.stage_size if grid.pp > 1 else 0)
+        for group in ends:
+            first, last = (grid.coordinates(rank) for rank in group)
+            assert {first["pp"], last["pp"]} == {0, grid.pp - 1}
+            assert all(first[other] == last[other] for other in ("tp", "cp", "dp"))
+    else:
+        assert {len(group) for group in groups} == {grid.degree(axis)}
     # A process group numbers its members in ascending order of their world ranks, and so must we.
     assert all(list(group) == sorted(group) for group in groups)
 

@@ -160,8 +160,8 @@ def test_copy_weights_takes_the_slice_of_the_rank(coordinate: int) -> None:
     model = Transformer(CONFIG, mesh, torch.float64)
     copy_weights(model.named_parameters(), SPECS, weights, mesh.layout, mesh.coordinates)
     rows = slice(8 * coordinate, 8 * coordinate + 8)
-    assert torch.equal(model.blocks[0].attention.q.weight, weights["blocks.0.attention.q.weight"][rows].double())
-    assert torch.equal(model.blocks[0].attention.out.weight, weights["blocks.0.attention.out.weight"][:, rows].double())
+    assert torch.equal(model.blocks["0"].attention.q.weight, weights["blocks.0.attention.q.weight"][rows].double())
+    assert torch.equal(model.blocks["0"].attention.out.weight, weights["blocks.0.attention.out.weight"][:, rows].double())
 
 
 # -- killed in the middle --------------------------------------------------------------------------

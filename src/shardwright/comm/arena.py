@@ -109,7 +109,9 @@ class Arena(Mapping):
         else:
             offset = self._end
             if offset + block > self.size:
-                raise RankError(f"the shared memory of this rank is full: {self._end} of {self.size} bytes; use comm=gloo")
+                raise RankError(
+                    f"the shared memory of this rank is full: {self._end} of {self.size} bytes; use comm=gloo"
+                )
             self._end += block
         if self._reserved.setdefault(offset, 0) < num_bytes:
             self._reserve(offset, num_bytes)

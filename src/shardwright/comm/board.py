@@ -28,7 +28,16 @@ MAX_NAMES = 4096
 CHECK, FIRST, SECOND, EXTRA, NAME_LENGTH, NAME = 0, 1, 2, 3, 4, 5
 _TABLE = NAME + _NAME_WORDS
 _MAIL_WORDS = _TABLE
-VERB_NAMES = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather_objects", "send")
+VERB_NAMES = (
+    "barrier",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "gather_objects",
+    "send",
+)
 OP_NAMES = ("", "sum", "avg", "max")
 DTYPES = (
     torch.uint8,

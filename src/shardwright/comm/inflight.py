@@ -30,6 +30,8 @@ from shardwright.comm.host import SLEEPS, ShmHost
 from shardwright.comm.waiting import Backoff
 from shardwright.errors import RankError
 
+COPY_BYTES = 64 << 10
+"""Tensors up to this size are copied into the arena even where they could be read in place."""
 UNREAD_BYTES = 256 << 20
 """Starting a verb waits while peers have yet to read this much."""
 
@@ -332,6 +334,8 @@ class InFlight:
 
     def direct(self, tensor: Tensor) -> int:
         """The location of a tensor that lies in the arena and is worth reading in place, else 0."""
+        if tensor.nbytes <= COPY_BYTES:
+            return 0
         offset = self.host.arena.offset_of(tensor)
         return 0 if offset is None else offset << 1 | 1
 

@@ -68,7 +68,7 @@ class Mailboxes:
         for peer, messages in self._waiting.items():
             moved = bool(messages and self._post(peer)) or moved
         for peer, messages in self._posted.items():
-            moved = bool(messages and messages[-1].direct and self._reclaim(peer)) or moved
+            moved = bool(messages and self._reclaim(peer)) or moved
         return moved
 
     # -- sending ---------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from shardwright.comm.host import ShmHost
 from shardwright.comm.inflight import InFlight, Steps, Verb
 from shardwright.comm.mailbox import Mailboxes, Message
 
-COPY_BYTES = 64 << 10
-"""Tensors up to this size are copied into the arena even where they could be read in place."""
+SMALL_BYTES = 64 << 10
+"""Up to this size one copy takes less time than to leave something out."""
 ONE_SHOT_BYTES = 512 << 10
 """All-reduces of copies up to this size, divided by the number of peers: every rank adds up everything. Others: its share,
 which it gives to the others."""
@@ -55,7 +55,7 @@ class ShmComm(Comm):
         self._host = host
         self._flight = InFlight(axis, ranks, host, index, timeout_s)
         self._mail = Mailboxes(self._flight)
-        self._one_shot_bytes = max(COPY_BYTES, ONE_SHOT_BYTES // (len(ranks) - 1))
+        self._one_shot_bytes = ONE_SHOT_BYTES // (len(ranks) - 1)
 
     @property
     def note(self) -> str:
@@ -75,7 +75,7 @@ class ShmComm(Comm):
     def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
         flat = _flat(tensor, name, op)
         verb = self._flight.begin("all_reduce", name)
-        verb.location = self._flight.direct(flat) if flat.nbytes > COPY_BYTES else 0
+        verb.location = self._flight.direct(flat)
         if not verb.direct:
             if flat.nbytes <= self._one_shot_bytes:
                 self._stage(verb, 0, flat)
@@ -129,7 +129,7 @@ class ShmComm(Comm):
         assert flat.numel() == out.numel() * self.size and flat.dtype == out.dtype, (name, tensor.shape, output.shape)
         verb = self._flight.begin("reduce_scatter", name)
         rows = flat.view(self.size, out.numel())
-        verb.location = self._flight.direct(flat) if flat.nbytes > COPY_BYTES else 0
+        verb.location = self._flight.direct(flat)
         if not verb.direct:
             length = _length(out, self.size)
             self._stage_rows(verb, 0, rows if out.numel() <= length else rows[:, :length])
@@ -156,7 +156,7 @@ class ShmComm(Comm):
     def _stage_rows(self, verb: Verb, index: int, rows: Tensor) -> None:
         """Copy the rows of the others into this rank's block."""
         block = self._flight.block(verb, index, rows, rows.numel()).view(rows.shape)
-        if rows.numel() * rows.element_size() <= COPY_BYTES:  # one copy takes less time than to leave one row out
+        if block.nbytes <= SMALL_BYTES:
             self._flight.copy(block, rows)
             return
         for k in self._flight.others:
@@ -166,11 +166,14 @@ class ShmComm(Comm):
 
     def all_gather_start(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
         own, out = _bytes(tensor, name), _bytes(output, name)
-        assert out.numel() == own.numel() * self.size and output.dtype == tensor.dtype, (name, tensor.shape, output.shape)
+        assert out.numel() == own.numel() * self.size and output.dtype == tensor.dtype, (
+            name,
+            tensor.shape,
+            output.shape,
+        )
         verb = self._flight.begin("all_gather", name)
         target = out[self.rank * own.numel() : (self.rank + 1) * own.numel()]
-        if own.numel() > COPY_BYTES:
-            verb.location = self._flight.direct(own) or self._flight.direct(target)
+        verb.location = self._flight.direct(own) or self._flight.direct(target)
         if target.data_ptr() != own.data_ptr():
             self._flight.copy(target, own)  # at once: peers may read it there
         if not verb.direct:
@@ -198,7 +201,7 @@ class ShmComm(Comm):
         data = _bytes(tensor, name)
         verb = self._flight.begin("broadcast", name)
         if self.rank == root:
-            verb.location = self._flight.direct(data) if data.numel() > COPY_BYTES else 0
+            verb.location = self._flight.direct(data)
             if not verb.direct:
                 self._stage(verb, 0, data)
         verb.need = (*verb.need[:2], () if self.rank == root else (root,))
@@ -229,10 +232,12 @@ class ShmComm(Comm):
         output = tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
         row = tensor[:1].numel() if tensor.shape[0] else output[:1].numel()
         data, out = _bytes(tensor.detach().contiguous(), name), _bytes(output, name)
-        sent, received = ([size * row * tensor.element_size() for size in sizes] for sizes in (send_sizes, receive_sizes))
+        sent, received = (
+            [size * row * tensor.element_size() for size in sizes] for sizes in (send_sizes, receive_sizes)
+        )
         assert sum(sent) == data.numel() and len(sent) == len(received) == self.size, (name, tensor.shape, send_sizes)
         verb = self._flight.begin("all_to_all", name)
-        verb.location = self._flight.direct(data) if data.numel() > COPY_BYTES else 0
+        verb.location = self._flight.direct(data)
         pieces = list(data.split(sent))
         num_pieces = 1
         if not verb.direct:

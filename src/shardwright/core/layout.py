@@ -19,6 +19,8 @@ from shardwright.core.axes import ORDERS, RankGrid
 from shardwright.core.model_config import ModelConfig
 from shardwright.errors import LayoutError
 
+V_SHAPED = ("zb_v", "dualpipe_v")
+"""Schedules with two stages on each pipeline rank, the second in reverse order: rank r holds stages r and 2 pp - 1 - r."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
 CHOICES: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
@@ -125,7 +127,9 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages: ``virtual`` chunks on each pipeline rank."""
+        """Pipeline stages: ``virtual`` chunks on each pipeline rank, two in V-shaped schedules."""
+        if self.pp > 1 and self.schedule in V_SHAPED:
+            return self.pp * 2
         return self.pp * self.virtual
 
     @property

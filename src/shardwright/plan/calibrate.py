@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
+from typing import Any
 
 from shardwright.errors import ShardwrightError
 from shardwright.plan.rows import Case, Refused, read_cases
@@ -62,7 +63,7 @@ def fit(cases: Sequence[Case], start: Stack, names: Sequence[str], rounds: int =
     origin = [log(max(getattr(start, name), BOUNDS[name][0])) for name in names]
 
     def at(point: Sequence[float]) -> Stack:
-        values = {}
+        values: dict[str, Any] = {}
         for name, place in zip(names, point, strict=True):
             low, high = BOUNDS[name]
             values[name] = min(max(exp(place), low), high)

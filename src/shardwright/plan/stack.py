@@ -118,8 +118,10 @@ def fit_of(name: str) -> Fit:
     return Fit(**{**table, "fields": tuple(table.get("fields", ()))})
 
 
-_DEFAULTS: Mapping[str, str] = {"A100": "composer-a100", "H100": "nemo-hopper", "H200": "nemo-hopper", "H800": "nemo-hopper"} | {
-    chip: "bridge-blackwell" for chip in ("B200", "B300", "GB200", "GB300")
+_DEFAULTS: Mapping[str, str] = {
+    "A100": "composer-a100",
+    **dict.fromkeys(("H100", "H200", "H800"), "nemo-hopper"),
+    **dict.fromkeys(("B200", "B300", "GB200", "GB300"), "bridge-blackwell"),
 }
 
 

@@ -31,7 +31,16 @@ COLOURS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
         Kind.BW: ("#2f9e78", "#86cfb6"),
     }
 )
-"""Of each kind on a rank's first chunk, and, lighter, on its others in turn."""
+"""Of each kind on a rank's first chunk, and, lighter, on its second (third: as the first, and so on)."""
+STYLES: Mapping[Kind, tuple[str, str]] = MappingProxyType(
+    {
+        Kind.F: ("bright_white on blue", "black on bright_blue"),
+        Kind.B: ("bright_white on green", "black on bright_green"),
+        Kind.W: ("black on yellow", "black on bright_yellow"),
+        Kind.BW: ("black on cyan", "black on bright_cyan"),
+    }
+)
+"""The same in the colours that every terminal has."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,7 @@ class Report:
     def _beside(self) -> str:
         if self.closed is None:
             return ""
-        word = "at least" if self.closed.bound else "closed form"
-        return f" ({word} {self.closed.formula} = {self.closed.value:.2%})"
+        return f" ({self.closed.meaning} {self.closed.formula} = {self.closed.value:.2%})"
 
 
 def report(
@@ -168,15 +176,15 @@ def _line(timeline: Timeline, rank: int, columns: int) -> Text:
         line.append("·" * (first - at), style="dim")
         label = str(span.action.microbatch)
         shown = label if len(label) < last - first or (len(label) == 1 == last - first) else ""
-        line.append(shown.ljust(last - first), style=f"black on {_colour(timeline.schedule, span.action)}")
+        line.append(shown.ljust(last - first), style=STYLES[span.action.kind][_shade(timeline.schedule, span.action)])
         at = last
     line.append("·" * (columns - at), style="dim")
     return line
 
 
-def _colour(schedule: Schedule, action: Action) -> str:
-    chunk = schedule.stages_of(schedule.placement[action.stage]).index(action.stage)
-    return COLOURS[action.kind][chunk % 2]
+def _shade(schedule: Schedule, action: Action) -> int:
+    """0 on a rank's first, third, ... chunk, 1 on the others."""
+    return schedule.stages_of(schedule.placement[action.stage]).index(action.stage) % 2
 
 
 def _legend(timeline: Timeline) -> Text:
@@ -184,7 +192,7 @@ def _legend(timeline: Timeline) -> Text:
     legend = Text("\n")
     for kind, name in NAMES.items():
         if kind in kinds:
-            legend.append("  ", style=f"on {COLOURS[kind][0]}")
+            legend.append("  ", style=STYLES[kind][0])
             legend.append(f" {kind.value} {name}   ")
     several = timeline.schedule.num_stages > len(timeline.rows)
     return legend.append("· idle" + ("\nlighter: the rank's second chunk (fourth, ...)" if several else ""))
@@ -228,7 +236,7 @@ def _box(schedule: Schedule, span: Span, origin: float, scale: float, y: float) 
         text = f'<text x="{x + width / 2:.2f}" y="{y + 16}" text-anchor="middle">{label}</text>'
     return (
         f'<g><title>{action} {span.start:g} to {span.end:g}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" '
-        f'height="{_ROW}" fill="{_colour(schedule, action)}" stroke="white" stroke-width="0.5"/>{text}</g>'
+        f'height="{_ROW}" fill="{COLOURS[action.kind][_shade(schedule, action)]}" stroke="white" stroke-width="0.5"/>{text}</g>'
     )
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from shardwright.core.layout import Layout
+from shardwright.core.layout import V_SHAPED, Layout
 from shardwright.errors import LayoutError
 from shardwright.schedule.action import Action, Kind, Schedule
 from shardwright.schedule.file import load_schedule
 from shardwright.schedule.passes import fill_weights
 
-V_SHAPED = ("zb_v", "dualpipe_v")
-"""Two chunks on each rank, the second in reverse order: rank r holds stages r and 2p - 1 - r."""
 INTERLEAVED = ("interleaved", "interleaved_zb")
 """v chunks on each rank, round and round: rank r holds stages r, p + r, 2p + r, ..."""
 

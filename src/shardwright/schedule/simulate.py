@@ -220,11 +220,11 @@ def _links(link: Link | Sequence[Link], placement: tuple[int, ...]) -> list[Link
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """A bubble fraction by formula. ``bound``: the least that is possible, not what the rows give at any times."""
+    """A bubble fraction by formula. ``meaning``: ``closed form`` is what the rows give, the others say what it is."""
 
     formula: str
     value: float
-    bound: bool = False
+    meaning: str
 
 
 def closed_form(
@@ -239,17 +239,18 @@ def closed_form(
     wins no time. The formulas hold from m >= p on (V-shaped: m >= 2p).
     """
     p, m = ranks, num_microbatches
-    idle: dict[str, tuple[str, int, float, bool]] = {
-        "gpipe": ("(p-1)/(m+p-1)", 1, f + b + w, False),
-        "1f1b": ("(p-1)/(m+p-1)", 1, f + b + w, False),
-        "interleaved": ("(p-1)/(vm+p-1)", virtual, f + b + w, False),
-        "zb_h1": ("(p-1)(F+B-W) / (m(F+B+W) + (p-1)(F+B-W))", 1, f + b - w, False),
-        "interleaved_zb": ("(p-1)(F+B-W) / (vm(F+B+W) + (p-1)(F+B-W))", virtual, f + b - w, False),
-        "zb_v": ("(p-1)F / (2m(F+B+W) + (p-1)F)", 2, f, True),
-        "dualpipe_v": ("(p-1)(F+2B-W) / (2m(F+B+W) + (p-1)(F+2B-W))", 2, f + 2 * b - w, False),
+    exact = "closed form"
+    idle: dict[str, tuple[str, int, float, str]] = {
+        "gpipe": ("(p-1)/(m+p-1)", 1, f + b + w, exact),
+        "1f1b": ("(p-1)/(m+p-1)", 1, f + b + w, exact),
+        "interleaved": ("(p-1)/(vm+p-1)", virtual, f + b + w, exact),
+        "zb_h1": ("(p-1)(F+B-W) / (m(F+B+W) + (p-1)(F+B-W))", 1, f + b - w, exact),
+        "interleaved_zb": ("(p-1)(F+B-W) / (vm(F+B+W) + (p-1)(F+B-W))", virtual, f + b - w, exact),
+        "zb_v": ("(p-1)F / (2m(F+B+W) + (p-1)F)", 2, f, "at least"),
+        "dualpipe_v": ("(p-1)(F+2B-W) / (2m(F+B+W) + (p-1)(F+2B-W))", 2, f + 2 * b - w, "F&B as one block:"),
     }
     if name not in idle:
         return None
-    formula, chunks, per_hop, bound = idle[name]
+    formula, chunks, per_hop, meaning = idle[name]
     total = (p - 1) * per_hop + chunks * m * (f + b + w)
-    return ClosedForm(formula, (p - 1) * per_hop / total if total else 0.0, bound)
+    return ClosedForm(formula, (p - 1) * per_hop / total if total else 0.0, meaning)

@@ -39,7 +39,7 @@ def load_model(folder: Path) -> tuple[Transformer, Tokenizer]:
         raise CheckpointError(f"{folder} is a file; give the folder that holds config.json and model.safetensors")
     config, weights = load_hf(folder)
     model = Transformer(config, Mesh.solo(), next(iter(weights.values())).dtype)
-    copy_weights(model.named_parameters(), model.specs, weights, model.mesh.layout, model.mesh.coordinates)
+    copy_weights(model.spec_parameters().items(), model.specs, weights, model.mesh.layout, model.mesh.coordinates)
     return model, load_tokenizer(folder)
 
 
