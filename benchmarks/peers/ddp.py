@@ -17,6 +17,8 @@ from shardwright.comm.mesh import Mesh
 from shardwright.core.run_config import RunConfig
 from shardwright.train.data import MicroBatch
 
+AXES = ("dp",)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Half-split rotary positions on (batch, heads, length, head dim)."""

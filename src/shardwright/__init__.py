@@ -16,31 +16,54 @@ if TYPE_CHECKING:
     from shardwright.core.run_config import RunConfig
     from shardwright.errors import ShardwrightError
     from shardwright.model.transformer import Transformer
+    from shardwright.parallel.tensor_layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        full_state_dict,
+        parallelize,
+        vocab_parallel_cross_entropy,
+        vocab_parallel_log_softmax,
+    )
     from shardwright.parallel.wrap import DataParallel
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ColumnParallelLinear": "shardwright.parallel.tensor_layers",
     "DataParallel": "shardwright.parallel.wrap",
     "Layout": "shardwright.core.layout",
     "Ledger": "shardwright.core.ledger",
     "Mesh": "shardwright.comm.mesh",
     "ModelConfig": "shardwright.core.model_config",
+    "RowParallelLinear": "shardwright.parallel.tensor_layers",
     "RunConfig": "shardwright.core.run_config",
     "ShardwrightError": "shardwright.errors",
     "Transformer": "shardwright.model.transformer",
+    "VocabParallelEmbedding": "shardwright.parallel.tensor_layers",
+    "full_state_dict": "shardwright.parallel.tensor_layers",
+    "parallelize": "shardwright.parallel.tensor_layers",
+    "vocab_parallel_cross_entropy": "shardwright.parallel.tensor_layers",
+    "vocab_parallel_log_softmax": "shardwright.parallel.tensor_layers",
 }
 
 __all__ = [
+    "ColumnParallelLinear",
     "DataParallel",
     "Layout",
     "Ledger",
     "Mesh",
     "ModelConfig",
+    "RowParallelLinear",
     "RunConfig",
     "ShardwrightError",
     "Transformer",
+    "VocabParallelEmbedding",
     "__version__",
+    "full_state_dict",
+    "parallelize",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_log_softmax",
 ]
 
 

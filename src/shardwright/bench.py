@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,7 @@ from shardwright.core.run_config import RunConfig
 from shardwright.errors import ConfigError, RankError, ShardwrightError
 from shardwright.launch import RankEnv, device_for, init_process_group, launch
 from shardwright.train.data import MicroBatch
+from shardwright.train.loop import check_start
 from shardwright.train.step import Trainer
 
 PEERS = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
@@ -77,6 +79,8 @@ def bench_training(layout: str, peer: str, model: str, seq_len: int, rounds: int
             "layout": layout,
         }
     )
+    check_start(config)
+    _check_peer(peer, config)
     with tempfile.TemporaryDirectory(prefix="shardwright-bench-") as folder:
         ours = Side("ours", peer, config.to_table(), rounds, steps, folder)
         theirs = Path(folder) / "peer.json"
@@ -91,6 +95,22 @@ def bench_training(layout: str, peer: str, model: str, seq_len: int, rounds: int
         if process.returncode != 0:
             raise RankError(f"peer {peer} failed: {complaint.strip()[-2000:]}")
         return summarise(config, peer, result, json.loads(printed))
+
+
+def _load_peer(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"shardwright_peer_{name}", PEERS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_peer(name: str, config: RunConfig) -> None:
+    """A peer's file names the axes that it can use in ``AXES``."""
+    axes: tuple[str, ...] = _load_peer(name).AXES
+    for axis in ("tp", "cp", "pp", "ep"):
+        if getattr(config.layout, axis) > 1 and axis not in axes:
+            raise ConfigError(f"peer {name} cannot run {axis}={getattr(config.layout, axis)}; use {', '.join(axes)} only")
 
 
 def _run_side(side: Side) -> dict[str, Any]:
@@ -166,11 +186,7 @@ def _peer_step(side: Side, mesh: Mesh, device: torch.device) -> Callable[[list[M
     config = side.config
     start = Trainer(config, Mesh.solo()).parameters if mesh.world.size == 1 else Trainer(config, mesh).parameters
     weights = {name: parameter.detach().clone() for name, parameter in start.items()}
-    spec = importlib.util.spec_from_file_location(f"shardwright_peer_{side.peer}", PEERS / f"{side.peer}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    peer: Peer = module.Peer(config, weights, mesh, device)
+    peer: Peer = _load_peer(side.peer).Peer(config, weights, mesh, device)
     return lambda batches: peer.step(batches).detach().clone()
 
 

@@ -8,6 +8,7 @@
     │   └── ModelConfigError         shapes that no model can have
     ├── DataError                    text, datasets, tokenizers
     ├── CheckpointError              missing, torn or foreign checkpoints
+    ├── NonFiniteError               exit code 1: the gradient norm is not finite; every rank stops after the same step
     └── RankError                    exit code 3: a rank failed; names the rank and the cause
 
 A message says what was given, what is needed and what to try. The command line prints it without a
@@ -41,6 +42,12 @@ class DataError(ShardwrightError):
 
 class CheckpointError(ShardwrightError):
     """A checkpoint is missing, incomplete, corrupt or does not match the model."""
+
+
+class NonFiniteError(ShardwrightError):
+    """The gradient norm is not finite; every rank sees the same norm and stops after the same step."""
+
+    exit_code = 1
 
 
 class RankError(ShardwrightError):

@@ -155,7 +155,7 @@ class _Failure:
     details: str = ""  # traceback, or native stack
     consequence: bool = False  # of another rank's end: a lost connection or a timeout
     timeout: bool = False
-    user_error: tuple[str, str] | None = None  # class of shardwright.errors and message, if it is the user's mistake
+    user_error: tuple[str, str] | None = None  # class of shardwright.errors and message, if it is one of ours
 
 
 _PEER_LOST = re.compile(
@@ -186,7 +186,7 @@ def _describe(rank: int, error: BaseException) -> _Failure:
     timeout = any(_TIMED_OUT.search(text) for text in texts)
     lost = any(isinstance(link, ConnectionError | RankError) for link in links)
     user_error = None
-    if isinstance(error, ShardwrightError) and error.exit_code == ShardwrightError.exit_code:
+    if isinstance(error, ShardwrightError) and not isinstance(error, RankError):
         known = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
         user_error = (known.__name__, str(error))
     return _Failure(

@@ -21,7 +21,7 @@ from shardwright.comm.mesh import Mesh
 from shardwright.core.buckets import Member, plan_buckets
 from shardwright.core.layout import Layout
 from shardwright.core.run_config import RunConfig
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, NonFiniteError
 from shardwright.launch import RankEnv
 from shardwright.ops.kernels import dropout, dropout_key
 from shardwright.parallel.data import GradientBuckets
@@ -30,7 +30,7 @@ from shardwright.plan.collectives import predict_step
 from shardwright.train.data import IGNORE, EvalSampler, MicroBatch, WindowDataset
 from shardwright.train.indexed import IndexedDataset, IndexedWriter
 from shardwright.train.optim import clip, global_norm
-from shardwright.train.step import NonFiniteError, Trainer
+from shardwright.train.step import Trainer
 from shardwright.verify.parity import max_rel_diff
 
 VOCAB = 11  # does not divide over 2 or 4 ranks

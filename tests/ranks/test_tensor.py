@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ranks.kit import run_ranks
 from ranks.runs import Run, make_config, red, trace_runs, verification, write_documents
-from shardwright.comm.mesh import Mesh
-from shardwright.core.run_config import RunConfig
-from shardwright.launch import RankEnv
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.verify.mutate import TENSOR_MUTATIONS
-from shardwright.verify.parity import Trace, train_sampler
+from shardwright.verify.parity import Trace
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 320, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_positions": 64,

@@ -8,15 +8,22 @@ import shardwright
 from rules.source import PROJECT
 
 EXPORTS = [
+    "ColumnParallelLinear",
     "DataParallel",
     "Layout",
     "Ledger",
     "Mesh",
     "ModelConfig",
+    "RowParallelLinear",
     "RunConfig",
     "ShardwrightError",
     "Transformer",
+    "VocabParallelEmbedding",
     "__version__",
+    "full_state_dict",
+    "parallelize",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_log_softmax",
 ]
 
 

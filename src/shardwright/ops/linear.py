@@ -24,7 +24,7 @@ def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ())
         together: Tensor = F.linear(x, whole, bias)
         return together
     y: Tensor = torch.cat([F.linear(x, weight) for weight in weights], dim=1)
-    return y if bias is None else torch.add(y, bias)
+    return y if bias is None else y + bias
 
 
 def input_gradient(dy: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ Notation: I inputs, O outputs, V vocabulary, N tokens; ``_local`` is the rank's 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -45,13 +46,20 @@ def _own(size: int, comm: Comm) -> slice:
     return slice(min(comm.rank * each, size), min((comm.rank + 1) * each, size))
 
 
+def _of_first_rank(tensor: Tensor, comm: Comm) -> Tensor:
+    """A copy of the values that the first rank of the axis has, of any dtype."""
+    value = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if comm.size > 1 and value.numel():
+        comm.broadcast(value.view(-1).view(torch.uint8), name="initial weights")
+    return value
+
+
 def _sliced(full: Tensor, dim: int | None, comm: Comm) -> nn.Parameter:
-    """This rank's part along ``dim`` (None: all) of rank 0's values; frozen stays frozen."""
-    value = full.detach().clone()
-    comm.broadcast(value, name="initial weights")
+    """This rank's part along ``dim`` (None: all) of the first rank's values; frozen stays frozen."""
+    value = _of_first_rank(full, comm)
     if dim is not None:
         part = _own(value.shape[dim], comm)
-        value = value.narrow(dim, part.start, part.stop - part.start).clone()
+        value = value.narrow(dim, part.start, part.stop - part.start).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(value, requires_grad=full.requires_grad)
 
 
@@ -186,7 +194,7 @@ def _rows(x: Tensor, features: int, name: str) -> Tensor:
             f"{name}: the input has {x.shape[-1]} features on this rank, {features} are needed; a row layer with "
             "input_is_parallel takes a column layer's own output, other layers the whole input"
         )
-    return x.reshape(-1, features)
+    return x.reshape(x.shape[:-1].numel(), features)
 
 
 def _gather_features(y: Tensor, size: int, comm: Comm, name: str) -> Tensor:
@@ -266,7 +274,7 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.smoothing:
             gradient -= ctx.smoothing / vocab_size
         if logits.shape[1]:
-            gradient.scatter_add_(1, index, (mine * -(1.0 - ctx.smoothing)).to(gradient.dtype).unsqueeze(1))
+            gradient.scatter_add_(1, index, mine.to(gradient.dtype).unsqueeze(1) * (ctx.smoothing - 1.0))
         gradient *= (d_loss * valid).unsqueeze(1)
         return gradient.to(logits.dtype), None, None, None, None
 
@@ -290,7 +298,7 @@ def vocab_parallel_cross_entropy(
     """
     comm = mesh.tp
     _check_loss(logits_local, targets, comm, label_smoothing, reduction, vocab_size)
-    logits = logits_local.reshape(-1, logits_local.shape[-1])
+    logits = logits_local.reshape(targets.numel(), logits_local.shape[-1])
     flat = targets.reshape(-1)
     losses: Tensor = _CrossEntropy.apply(logits, flat, comm, label_smoothing, z_loss)
     if reduction == "none":
@@ -342,7 +350,7 @@ def vocab_parallel_log_softmax(logits_local: Tensor, mesh: Mesh) -> Tensor:
     For any further use (entropy, KL): its gradient is right for each, at one reduction of [N]. What the ranks compute from
     their columns is partial: sum it with ``reduce_from_region(value, mesh.tp, name)``.
     """
-    flat = logits_local.reshape(-1, logits_local.shape[-1])
+    flat = logits_local.reshape(logits_local.shape[:-1].numel(), logits_local.shape[-1])
     log_p: Tensor = _LogSoftmax.apply(flat, mesh.tp)
     return log_p.view(logits_local.shape)
 
@@ -389,25 +397,36 @@ def parallelize(module: nn.Module, table: Mapping[str, str], mesh: Mesh) -> nn.M
     layer, and a shared weight that only some of its layers split, or split in another way.
     """
     chosen = _chosen_styles(module, table)
-    local: dict[Tensor, tuple[str, int | None, nn.Parameter]] = {}
+    local: dict[int, _Shared] = {}
     for name, style in chosen.items():
         full = module.get_submodule(name)
         layer = _STYLES[style][1](full, mesh, name)
         for key, parameter in full.named_parameters(recurse=False):
             dim = layer.split.get(key, (None, 0))[0]
-            first, first_dim, part = local.setdefault(parameter, (name, dim, getattr(layer, key)))
-            if first_dim != dim:
-                raise ConfigError(f"{first} and {name} share a {key}, so their styles must split it the same way")
-            setattr(layer, key, part)
+            first = local.setdefault(id(parameter), _Shared(name, dim, parameter, getattr(layer, key)))
+            if first.dim != dim:
+                raise ConfigError(f"{first.layer} and {name} share a {key}, so their styles must split it the same way")
+            setattr(layer, key, first.part)
         parent, _, child = name.rpartition(".")
         setattr(module.get_submodule(parent), child, layer.train(full.training))
-    split = {part for _, _, part in local.values()}
+    parts = {id(shared.part) for shared in local.values()}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor in local:
-            raise ConfigError(f"{name} is shared with {local[tensor][0]}, which is split; give its layer the fitting style")
-        if tensor not in split:
-            mesh.tp.broadcast(tensor.data, name="initial weights")
+        if id(tensor) in local:
+            other = local[id(tensor)].layer
+            raise ConfigError(f"{name} is shared with {other}, which is split; give its layer the fitting style")
+        if id(tensor) not in parts:
+            tensor.data.copy_(_of_first_rank(tensor, mesh.tp))
     return module
+
+
+@dataclass
+class _Shared:
+    """A parameter of the whole module and what became of it, for layers that share it."""
+
+    layer: str
+    dim: int | None
+    full: nn.Parameter
+    part: nn.Parameter
 
 
 def _chosen_styles(module: nn.Module, table: Mapping[str, str]) -> dict[str, str]:

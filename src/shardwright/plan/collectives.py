@@ -164,5 +164,6 @@ def tensor_parallel_traffic(
 def _num_trained(model: ModelConfig, part: str, frozen: Sequence[str], held: Sequence[str]) -> int:
     """Held layers in which some column-parallel weight of ``part`` is trained."""
     matrices = ("q", "k", "v") if part == "attention" else ("gate", "up") if model.activation == "swiglu" else ("up",)
-    names = [[f"blocks.{layer}.{part}.{name}.weight" for name in matrices] for layer in range(model.num_layers) if f"blocks.{layer}" in held]
+    blocks = [unit for unit in held if unit.startswith("blocks.")]
+    names = [[f"{block}.{part}.{name}.weight" for name in matrices] for block in blocks]
     return sum(not all(name.startswith(tuple(frozen)) for name in layer) for layer in names)

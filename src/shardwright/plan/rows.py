@@ -101,7 +101,7 @@ def _step_row(row: Row) -> Case:
     return Case(
         group="A100 multi-node" if nodes else "A100 single-node",
         label=f"{size or f'{layers}x{hidden}'} {layout}",
-        stack="megatron-deepspeed-a100",
+        stack="megatron-deepspeed-a100" if nodes else "megatron-deepspeed-a100-node",
         model=gpt(layers, hidden, int(row["attention heads"]), 51200, seq),
         layout=layout,
         cluster=node_cluster(find_chip("a100-80gb"), gpus, 8, 12.5e9),  # 800 Gb/s a node

@@ -19,7 +19,7 @@ from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import bucket_members, parameter_specs, unit_names
 from shardwright.core.stages import split_units
-from shardwright.errors import ConfigError, LayoutError, ShardwrightError
+from shardwright.errors import ConfigError, LayoutError, NonFiniteError
 from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
 from shardwright.ops.attention import CausalAttend
@@ -32,12 +32,6 @@ from shardwright.train.data import MicroBatch
 from shardwright.train.optim import FlatOptimizer, clip, global_norm, learning_rate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-
-
-class NonFiniteError(ShardwrightError):
-    """The gradient norm is not finite; every rank sees the same norm and stops after the same step."""
-
-    exit_code = 1
 
 
 @dataclass
