@@ -5,7 +5,7 @@
 
 *Verbs*: all ranks draw the same sequence of (group, verb, sizes, place of the tensors) from one seed; each takes part where
 it is in the group, sleeps now and then, keeps works outstanding, and compares every result with what follows from the seed.
-At the end no file is open and no page is held that was not there after the first thousand verbs.
+At the end no file is open that was not open half-way, and at most a quarter more memory is held.
 
 *Kills*: the same, until one rank ends itself by SIGKILL at a random moment. Every other rank must end within five seconds
 with an error that names it, and nothing may be left in /dev/shm.
@@ -58,11 +58,6 @@ class Player:
             index: ShmComm(f"group{index}", ranks, self.host, index, 60.0)
             for index, ranks in enumerate(groups)
             if env.rank in ranks
-        }
-        self.arenas = {
-            (size, dtype): [self.host.arena.empty(size * len(world), dtype) for _ in range(2)]
-            for size in SIZES[:-1]
-            for dtype in (torch.float32, torch.int64)
         }
         self.pending: list[Pending] = []
         self.played = 0
@@ -207,7 +202,7 @@ def play_verbs(env: RankEnv, verbs: int, seed: int) -> dict[str, Any]:
     """Play ``verbs`` verbs; the result says how many this rank took part in, and what it held then and at the end."""
     init_process_group(env)
     player = Player(env, seed)
-    begin, held = time.perf_counter(), {}
+    begin, held = time.perf_counter(), dict[int, tuple[int, int]]()
     for index in range(verbs):
         player.play()
         if index + 1 in (verbs // 2, verbs):
@@ -216,6 +211,9 @@ def play_verbs(env: RankEnv, verbs: int, seed: int) -> dict[str, Any]:
         if index % 1000 == 999:
             env.send((index + 1, time.perf_counter() - begin))
     player.comms[0].barrier()
+    (files, held_bytes), (last_files, last_bytes) = held.values()
+    assert files == last_files, f"{last_files} files are open, {files} half-way"
+    assert last_bytes <= 1.25 * held_bytes + (16 << 20), f"{last_bytes} bytes are held, {held_bytes} half-way"
     moved = sum(comm.moved_bytes for comm in player.comms.values())
     return {"verbs": player.played, "seconds": time.perf_counter() - begin, "held": held, "moved_bytes": moved}
 

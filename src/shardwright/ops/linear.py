@@ -21,10 +21,9 @@ def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ())
     bias = (torch.cat(list(biases)) if len(biases) > 1 else biases[0]) if biases else None
     whole = joined(weights)
     if whole is not None:
-        together: Tensor = F.linear(x, whole, bias)
-        return together
-    y: Tensor = torch.cat([F.linear(x, weight) for weight in weights], dim=1)
-    return y if bias is None else y + bias
+        return F.linear(x, whole, bias)
+    y = torch.cat([F.linear(x, weight) for weight in weights], dim=1)
+    return y if bias is None else y.add_(bias)
 
 
 def input_gradient(dy: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -33,7 +32,7 @@ def input_gradient(dy: Tensor, weights: Sequence[Tensor]) -> Tensor:
     if whole is not None:
         return dy @ whole
     first, *others = zip(dy.split([weight.shape[0] for weight in weights], dim=1), weights, strict=True)
-    dx = first[0] @ first[1]
+    dx: Tensor = first[0] @ first[1]
     for piece, weight in others:
         dx.addmm_(piece, weight)
     return dx
