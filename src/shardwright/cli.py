@@ -206,6 +206,33 @@ def draw_schedule(
     raise typer.Exit(1 if result.problems else 0)
 
 
+@bench_app.command("comm", epilog="Example: shardwright bench comm --ranks 2 --out runs/comm")
+def bench_comm(
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks on this machine.")] = 2,
+    most_mb: Annotated[int, typer.Option("--max-mb", min=1, help="Largest buffer in MiB.")] = 64,
+    transport: Annotated[list[str] | None, typer.Option(help="gloo, shm, 'shm own' or nccl. Repeatable; else all.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for comm.json, comm.png and cluster.toml.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the links: seconds of every verb against size, a fitted line, and a cluster file for the planner."""
+    from shardwright.bench_comm import bench_comm as run
+    from shardwright.bench_comm import comm_table, plot_comm
+
+    result = run(ranks, most_mb << 20, transport or ())
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "comm.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        (out / "cluster.toml").write_text(result["cluster"], encoding="utf-8")
+        plot_comm(result, out / "comm.png")
+    if as_json:
+        _print_json(result)
+        return
+    console = Console()
+    console.print(comm_table(result))
+    if out is not None:
+        console.print(f"{out}: comm.json, comm.png, cluster.toml (for plan --cluster)")
+
+
 @bench_app.command("train", epilog="Example: shardwright bench train --layout dp=2 --peer ddp")
 def bench_train(
     layout: LayoutText = "dp=2,micro_batch=4",

@@ -10,6 +10,8 @@ from typing import Any
 
 from ranks.kit import run_ranks
 from shardwright.comm.mesh import Mesh
+from shardwright.core.layout import Layout
+from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.launch import RankEnv
 from shardwright.train.prepare import PreparedData
@@ -65,9 +67,24 @@ def trace_runs(data: PreparedData, runs: dict[str, Run]) -> dict[str, list[Trace
     return found
 
 
-def verification(config: RunConfig, data: PreparedData, found: list[Trace]) -> Verification:
-    reference = reference_run(config, whole_batches(train_sampler(config, data, 0)), STEPS)
-    return compare(config, found, reference, [dry_step(config)])
+class Judge:
+    """Compares traces with one process; what two runs have in common is computed once."""
+
+    def __init__(self, data: PreparedData) -> None:
+        self._data = data
+        self._references: dict[str, Trace] = {}
+        self._dry: dict[str, Ledger] = {}
+
+    def __call__(self, config: RunConfig, found: list[Trace]) -> Verification:
+        layout = config.layout
+        alone = Layout(precision=layout.precision, microbatches=layout.dp * layout.microbatches, micro_batch=layout.micro_batch)
+        reference = str(config.model_copy(update={"layout": alone}))
+        if reference not in self._references:
+            batches = whole_batches(train_sampler(config, self._data, 0))
+            self._references[reference] = reference_run(config, batches, STEPS)
+        if str(config) not in self._dry:
+            self._dry[str(config)] = dry_step(config)
+        return compare(config, found, self._references[reference], [self._dry[str(config)]])
 
 
 def red(result: Verification) -> set[str]:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
+import torch
 
-from ranks.runs import Run, make_config, red, trace_runs, verification, write_documents
+from ranks.kit import run_ranks
+from ranks.runs import Judge, Run, make_config, red, trace_runs, write_documents
+from shardwright.comm.mesh import Mesh
+from shardwright.core.layout import Layout
+from shardwright.core.ledger import Ledger
+from shardwright.launch import RankEnv
+from shardwright.model.loss import head_loss
+from shardwright.model.transformer import Transformer
+from shardwright.ops.attention import CausalAttend
+from shardwright.parallel.tensor import Region
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.verify.mutate import TENSOR_MUTATIONS
-from shardwright.verify.parity import Trace
+from shardwright.verify.parity import Trace, assemble, dry_step, train_sampler, whole_batches
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 320, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_positions": 64,
@@ -70,6 +82,8 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "tp x dp, small buckets": (LLAMA, "tp=2,dp=2,microbatches=3,bucket_mb=0.01", ["train.loss_chunk=20"]),
 }
 
+BF16 = {label: (FOUR, f"tp=4,precision=bf16{change}", []) for label, change in (("bf16", ""), ("bf16, sp off", ",sp=off"))}
+
 ON, PLAIN = (GPT2, "tp=2", []), (GPT2, f"tp=2,{OFF}", [])
 VALUES = {"loss", "gradients", "parameters", "norm"}
 BROKEN: dict[tuple[str, str], set[str]] = {
@@ -113,8 +127,14 @@ def data(folder: str) -> PreparedData:
 
 
 @pytest.fixture(scope="module")
+def judge(data: PreparedData) -> Judge:
+    return Judge(data)
+
+
+@pytest.fixture(scope="module")
 def traces(folder: str, data: PreparedData) -> dict[str, list[Trace]]:
-    runs: dict[str, Run] = {label: (make_config(folder, *case), None) for label, case in CASES.items()}
+    cases = CASES | BF16
+    runs: dict[str, Run] = {label: (make_config(folder, *case), None) for label, case in cases.items()}
     for name, sequence in BROKEN:
         runs[f"{name} {sequence}"] = (make_config(folder, *(ON if sequence == "on" else PLAIN)), name)
     return trace_runs(data, runs)
@@ -122,12 +142,122 @@ def traces(folder: str, data: PreparedData) -> dict[str, list[Trace]]:
 
 @pytest.mark.parametrize("label", CASES)
 def test_a_layout_computes_and_sends_what_it_should(
-    label: str, folder: str, data: PreparedData, traces: dict[str, list[Trace]]
+    label: str, folder: str, judge: Judge, traces: dict[str, list[Trace]]
 ) -> None:
     config = make_config(folder, *CASES[label])
-    result = verification(config, data, traces[label])
+    result = judge(config, traces[label])
     assert result.passed, result.to_json()
     assert result.predicted.total_bytes == result.dryrun.total_bytes == result.measured.total_bytes > 0
+
+
+# ------------------------------------------------------------------------------------------ what the ledger shows
+
+
+def counts(ledger: Ledger, phase: str) -> dict[str, int]:
+    """Messages over tp in one phase of one step."""
+    return {f"{e.verb} {e.tensor}": e.count for e in ledger.entries.values() if e.axis == "tp" and e.phase == phase}
+
+
+LAYERS = LLAMA["num_layers"]
+LOSS = {f"all_reduce loss {name}": 1 for name in ("maximum", "denominator", "target")}
+
+
+def test_one_reduction_after_attention_and_one_after_the_mlp(traces: dict[str, list[Trace]]) -> None:
+    for trace in traces["llama, sp off"]:
+        for ledger in trace.ledgers:
+            layer = {"all_reduce attention out": LAYERS, "all_reduce mlp out": LAYERS}
+            assert counts(ledger, "F") == {"all_reduce embedding": 1, **layer, **LOSS}
+            layer = {"all_reduce attention in gradient": LAYERS, "all_reduce mlp in gradient": LAYERS}
+            assert counts(ledger, "B") == {"all_reduce head gradient": 1, **layer}
+
+
+def test_sequence_parallelism_sends_pairs_and_two_gathers_more(traces: dict[str, list[Trace]]) -> None:
+    for trace in traces["llama"]:
+        for ledger in trace.ledgers:
+            pairs = [f"{verb} {part}" for part in ("attention", "mlp") for verb in ("all_gather", "reduce_scatter")]
+            layer = {f"{pair} {'in' if 'gather' in pair else 'out'}": LAYERS for pair in pairs}
+            assert counts(ledger, "F") == {"reduce_scatter embedding": 1, **layer, "all_gather head": 1, **LOSS}
+            layer = {f"{pair} {'out' if 'gather' in pair else 'in gradient'}": LAYERS for pair in pairs}
+            again = {f"all_gather {part} in again": LAYERS for part in ("attention", "mlp")}
+            ends = {"reduce_scatter head gradient": 1, "all_gather embedding": 1}
+            assert counts(ledger, "B") == {**ends, **layer, **again}
+
+
+@pytest.mark.parametrize(("whole", "chunked"), [("llama", "overlap"), ("llama, sp off", "overlap, sp off")])
+def test_overlap_sends_the_same_bytes_in_three_parts(
+    whole: str, chunked: str, folder: str, traces: dict[str, list[Trace]]
+) -> None:
+    """The chunked run has its own token count, so the whole one is a dry run at that count."""
+    model, layout, sets = CASES[chunked]
+    config = make_config(folder, model, layout.replace(f",{CHUNKS}", ""), sets)
+    plain, parts = dry_step(config), traces[chunked][0].ledgers[0]
+    assert parts.total_bytes == plain.total_bytes
+    for key, entry in plain.entries.items():
+        times = 3 if key[3].removesuffix(" gradient") in ("attention in", "attention out", "mlp in", "mlp out") else 1
+        assert (parts.entries[key].bytes, parts.entries[key].count) == (entry.bytes, times * entry.count), key
+
+
+# ------------------------------------------------------------------------------------------ half precision
+
+
+def test_in_bf16_sequence_parallelism_is_no_less_exact(  # TP-09
+    folder: str, data: PreparedData, traces: dict[str, list[Trace]]
+) -> None:
+    config = make_config(folder, *BF16["bf16"])
+    model = Transformer(config.model, Mesh.solo(), torch.float64).initialise(config.train.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    batch = whole_batches(train_sampler(config, data, 0))(0)
+    (model(batch.tokens, batch.positions, CausalAttend(batch.lengths), batch.targets) / batch.num_valid).backward()
+    exact = {name: parameter.grad for name, parameter in model.named_parameters()}
+    errors = {}
+    for label in BF16:
+        found, _ = assemble(config, [trace.gradients[0] for trace in traces[label]])
+        square = sum((found[name] - value).double().square().sum().item() for name, value in exact.items())
+        errors[label] = math.sqrt(square / sum(value.square().sum().item() for value in exact.values()))
+    assert 0 < errors["bf16"] < 1.5 * errors["bf16, sp off"] < 0.05, errors
+    norms = [traces[label][0].norms[0] for label in ("llama in fp32", "llama in fp32, sp off")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------ the loss alone
+
+
+def head_losses(env: RankEnv) -> dict[str, float]:
+    """Loss and gradients of the head for vocabularies that do not divide, one of them with a rank without rows."""
+    found = {}
+    for vocab, sequence, chunk in itertools.product((11, 2), (True, False), (0, 4)):
+        comm = Mesh.distributed(Layout(tp=env.world_size), env.rank).tp
+        torch.manual_seed(2)
+        x = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(vocab, 4, dtype=torch.float64, requires_grad=True)
+        targets = torch.tensor([0, vocab - 1, -100, 1, 0, 1, vocab // 2, -100, vocab - 1])
+        want = head_loss(x, weight, targets)
+        want.backward()
+        each = -(-vocab // env.world_size)
+        rows = slice(min(env.rank * each, vocab), min((env.rank + 1) * each, vocab))
+        own = slice(env.rank * 3, env.rank * 3 + 3) if sequence else slice(0, 9)
+        x_local = x.detach()[own].clone().requires_grad_()
+        weight_local = weight.detach()[rows].clone().requires_grad_()
+        got = head_loss(x_local, weight_local, targets, Region(comm, sequence), rows.start, chunk)
+        got.backward()
+        assert x.grad is not None and weight.grad is not None
+        assert x_local.grad is not None and weight_local.grad is not None
+        differences = [(got - want).abs(), (x_local.grad - x.grad[own]).abs().max()]
+        differences += [(weight_local.grad - weight.grad[rows]).abs().max()] if each and rows.stop > rows.start else []
+        zero = head_loss(x_local, weight_local * 0, targets, Region(comm, sequence), rows.start, chunk)
+        differences.append((zero - 7 * math.log(vocab)).abs())  # US-01
+        found[f"{vocab} {sequence} {chunk}"] = max(value.item() for value in differences)
+    return found
+
+
+def test_the_head_loss_of_uneven_and_empty_vocabulary_parts() -> None:
+    for rank in run_ranks(head_losses, 3):
+        assert max(rank.values()) < 1e-12, rank
+
+
+# ------------------------------------------------------------------------------------------ red when broken
 
 
 def test_every_mutation_of_tensor_parallelism_has_what_it_must_turn_red() -> None:
@@ -136,8 +266,8 @@ def test_every_mutation_of_tensor_parallelism_has_what_it_must_turn_red() -> Non
 
 @pytest.mark.parametrize(("name", "sequence"), BROKEN)
 def test_every_mutation_turns_it_red(
-    name: str, sequence: str, folder: str, data: PreparedData, traces: dict[str, list[Trace]]
+    name: str, sequence: str, folder: str, judge: Judge, traces: dict[str, list[Trace]]
 ) -> None:
-    result = verification(make_config(folder, *(ON if sequence == "on" else PLAIN)), data, traces[f"{name} {sequence}"])
+    result = judge(make_config(folder, *(ON if sequence == "on" else PLAIN)), traces[f"{name} {sequence}"])
     assert not result.passed
     assert red(result) >= BROKEN[name, sequence], result.to_json()

@@ -22,7 +22,7 @@ from shardwright.plan.stack import Stack, read_tables, stack_of, write_tables
 from shardwright.plan.step_time import Pricer
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
-    "gemm_bf16": (0.2, 1.0), "gemm_fp8": (0.15, 1.0), "gemm_fp4": (0.1, 1.0), "attention": (0.05, 1.0),
+    "gemm_bf16": (0.2, 1.0), "gemm_fp8": (0.15, 1.0), "gemm_fp4": (0.1, 1.0), "grouped": (0.2, 1.0), "attention": (0.05, 1.0),
     "memory": (0.3, 1.0), "launch": (1e-7, 3e-5), "host": (1e-7, 1e-4), "intra": (0.1, 1.0), "inter": (0.1, 1.0),
     "latency": (0.05, 20.0), "fused": (0.2, 2.5), "dp_overlap": (1e-3, 1.0), "tp_overlap": (1e-3, 0.95),
     "ep_overlap": (1e-3, 0.95), "p2p_overlap": (1e-3, 1.0), "contention": (1e-3, 1.0), "imbalance": (1.0, 1.5),

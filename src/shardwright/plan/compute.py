@@ -79,7 +79,8 @@ class Kernels:
         if min(m, n, k, groups) <= 0:
             return 0.0
         useful = _useful_share(m, n, groups, self.chip.num_sms)
-        arithmetic = 2.0 * m * n * k * groups / (compute_peak(self.chip, precision) * self.stack.gemm(precision) * useful)
+        share = self.stack.gemm(precision) * useful * (self.stack.grouped if groups > 1 else 1.0)
+        arithmetic = 2.0 * m * n * k * groups / (compute_peak(self.chip, precision) * share)
         size, out = OPERAND_BYTES.get(precision, 2.0), ACTIVATION_BYTES.get(precision, 2)
         memory = groups * (size * k * (m + n) + out * m * n) / self._memory_rate
         return self.stack.launch + max(arithmetic, memory)

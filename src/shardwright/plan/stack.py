@@ -21,7 +21,7 @@ from shardwright.errors import ConfigError
 class Stack:
     """Shares are of the chip's peak (or of the link's bandwidth), times in seconds.
 
-    ``gemm_*``: matrix products, large and in whole tiles. ``attention``: the score products of a fused kernel, of the
+    ``gemm_*``: matrix products, large and in whole tiles; ``grouped``: of that in the products of several experts. ``attention``: the score products of a fused kernel, of the
     bf16 peak (also where scores are unfused). ``memory``: of the memory's bandwidth. ``launch``: what one kernel takes
     beyond its work; ``host``: what the host needs to launch it (a micro-batch takes at least that for all its kernels).
     ``intra``, ``inter``: of the links' bandwidth; ``latency``: factor on the links' latency. ``flash``: attention is one
@@ -38,6 +38,7 @@ class Stack:
     gemm_bf16: float = 0.75
     gemm_fp8: float = 0.62
     gemm_fp4: float = 0.5
+    grouped: float = 0.8
     attention: float = 0.5
     memory: float = 0.8
     launch: float = 3e-6

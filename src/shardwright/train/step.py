@@ -74,8 +74,6 @@ def check_supported(config: RunConfig) -> None:
             )
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
-    if layout.comm == "shm":
-        raise LayoutError("comm=shm is not built yet; use comm=auto (gloo on CPU, NCCL on CUDA)")
     for spec in parameter_specs(config.model).values():
         spec.reduce_axes(layout)  # refuses KV heads that only some ranks of tp share
 
