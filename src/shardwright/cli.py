@@ -1,4 +1,4 @@
-"""The command line: ``shardwright train | verify | bench | generate | tokenize | schedule``.
+"""The command line: ``shardwright plan | train | verify | bench | generate | tokenize | schedule``.
 
 Every verb takes ``--json`` (one JSON object on stdout, nothing else there). Exit codes: 0 done, 1 ran and the answer is
 "no", 2 the user's mistake, 3 a rank failed (named). torch is imported by the verbs that need it, in their ranks.
@@ -175,6 +175,28 @@ def tokenize(
         f"{out}: {info.documents} documents of {info.files} files; {info.train_tokens} tokens to train on, "
         f"{info.valid_tokens} held out; {info.skipped} skipped, {info.replaced} with bytes replaced"
     )
+
+
+@app.command("plan", epilog="Example: shardwright plan llama-3.1-70b --cluster h100-80gb:8x8 --seq 8192 --global-batch 512")
+def plan_(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Preset, Hugging Face file or folder, TOML with [model].")],
+    cluster: Annotated[str, typer.Option(help="CHIP:NODESxGPUS (h100-80gb:8x8) or a cluster file (TOML).")],
+    layout: LayoutText = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of one step over all ranks.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Candidates to show.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Will it fit and how fast is it: price one layout, or search and rank all of them. Exit code 1: it does not fit."""
+    from shardwright.plan.command import make_plan
+    from shardwright.plan.explain import print_plan
+
+    made = make_plan(model, cluster, layout, seq, global_batch, top)
+    if as_json:
+        _print_json(made.plan.to_json())
+    else:
+        print_plan(Console(), made.plan, made.pricer)
+    raise typer.Exit(0 if made.plan.fits else 1)
 
 
 @app.command("schedule", epilog="Example: shardwright schedule zb_v --stages 4 --microbatches 8")

@@ -71,6 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "loss in chunks": (ODD, f"tp=2,{FP64}", ["train.loss_chunk=13"]),
     "loss in chunks, sp off": (GPT2, f"tp=2,{OFF},recompute=full,{FP64}", ["train.loss_chunk=13"]),
     "loss in chunks, frozen head": (LLAMA, "tp=2", ["train.loss_chunk=13", 'train.freeze=["head.weight"]']),
+    **{f"recompute={kind}": (GPT2 | DROPOUT, f"tp=2,recompute={kind}", []) for kind in ("none", "selective", "full")},
     "three ranks": (SIX, f"tp=3,{FP64}", []),
     "three ranks, odd tokens": (SIX | DROPOUT, f"tp=3,recompute=selective,{CHUNKS},{FP64}", [ODD_TOKENS]),
     "three ranks, sp off": (SIX | {"tied_head": True}, f"tp=3,{OFF},{CHUNKS}", []),
@@ -84,7 +85,11 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 
 BF16 = {label: (FOUR, f"tp=4,precision=bf16{change}", []) for label, change in (("bf16", ""), ("bf16, sp off", ",sp=off"))}
 
-ON, PLAIN = (GPT2, "tp=2", []), (GPT2, f"tp=2,{OFF}", [])
+BASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "on": (GPT2, "tp=2", []),
+    "off": (GPT2, f"tp=2,{OFF}", []),
+    "one kv head": (QWEN3 | {"num_kv_heads": 1}, f"tp=2,{OFF}", []),
+}
 VALUES = {"loss", "gradients", "parameters", "norm"}
 BROKEN: dict[tuple[str, str], set[str]] = {
     ("drop-embedding", "on"): VALUES | {"ledger"},
@@ -106,12 +111,13 @@ BROKEN: dict[tuple[str, str], set[str]] = {
     ("drop-head-gradient", "off"): {"gradients", "parameters", "norm", "replicas", "ledger"},
     ("drop-norm", "on"): {"norm", "ledger"},
     ("drop-tp-gradients", "on"): {"gradients", "parameters", "norm", "replicas", "ledger"},
+    ("drop-tp-gradients", "one kv head"): {"gradients", "parameters", "norm", "replicas", "ledger"},
     ("bias-before-the-sum", "on"): {"gradients", "parameters", "norm"},
     ("bias-before-the-sum", "off"): {"gradients", "parameters", "norm"},
     ("norm-counts-copies", "on"): {"norm"},
     ("norm-counts-copies", "off"): {"norm"},
 }
-"""(mutation, sequence parallelism) -> what must be red; more may be."""
+"""(mutation, what it breaks) -> what must be red; more may be."""
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +141,8 @@ def judge(data: PreparedData) -> Judge:
 def traces(folder: str, data: PreparedData) -> dict[str, list[Trace]]:
     cases = CASES | BF16
     runs: dict[str, Run] = {label: (make_config(folder, *case), None) for label, case in cases.items()}
-    for name, sequence in BROKEN:
-        runs[f"{name} {sequence}"] = (make_config(folder, *(ON if sequence == "on" else PLAIN)), name)
+    for name, base in BROKEN:
+        runs[f"{name} {base}"] = (make_config(folder, *BASES[base]), name)
     return trace_runs(data, runs)
 
 
@@ -195,6 +201,17 @@ def test_overlap_sends_the_same_bytes_in_three_parts(
     for key, entry in plain.entries.items():
         times = 3 if key[3].removesuffix(" gradient") in ("attention in", "attention out", "mlp in", "mlp out") else 1
         assert (parts.entries[key].bytes, parts.entries[key].count) == (entry.bytes, times * entry.count), key
+
+
+# ------------------------------------------------------------------------------------------ dropout, again
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_recomputation_drops_the_same_and_changes_no_bit(kind: str, traces: dict[str, list[Trace]]) -> None:  # RN-04
+    for kept, again in zip(traces["recompute=none"], traces[f"recompute={kind}"], strict=True):
+        assert kept.losses == again.losses
+        for first, second in zip((*kept.gradients, kept.parameters), (*again.gradients, again.parameters), strict=True):
+            assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 # ------------------------------------------------------------------------------------------ half precision
@@ -264,10 +281,10 @@ def test_every_mutation_of_tensor_parallelism_has_what_it_must_turn_red() -> Non
     assert {name for name, _ in BROKEN} == TENSOR_MUTATIONS.keys()
 
 
-@pytest.mark.parametrize(("name", "sequence"), BROKEN)
+@pytest.mark.parametrize(("name", "base"), BROKEN)
 def test_every_mutation_turns_it_red(
-    name: str, sequence: str, folder: str, judge: Judge, traces: dict[str, list[Trace]]
+    name: str, base: str, folder: str, judge: Judge, traces: dict[str, list[Trace]]
 ) -> None:
-    result = judge(make_config(folder, *(ON if sequence == "on" else PLAIN)), traces[f"{name} {sequence}"])
+    result = judge(make_config(folder, *BASES[base]), traces[f"{name} {base}"])
     assert not result.passed
-    assert red(result) >= BROKEN[name, sequence], result.to_json()
+    assert red(result) >= BROKEN[name, base], result.to_json()

@@ -106,6 +106,13 @@ def test_kv_heads_that_only_some_ranks_share_are_refused(sp: str) -> None:  # US
         check_supported(RunConfig.of(table, layout=f"tp=4,sp={sp}"))
 
 
+def test_compiled_blocks_cannot_hold_collectives() -> None:
+    table = {"model": MODEL, "data": {"sources": "none.txt", "seq_len": 16}, "train": {"compile": True}}
+    check_supported(RunConfig.of(table, layout="dp=2"))
+    with pytest.raises(LayoutError, match=r"train\.compile=true with tp=2: .* use tp=1 or leave compile out"):
+        check_supported(RunConfig.of(table, layout="tp=2,dp=2"))
+
+
 # ---------------------------------------------------------------------------------- dropout on split tokens
 
 

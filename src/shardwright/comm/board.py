@@ -54,6 +54,9 @@ DTYPES = (
     torch.complex128,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
 )
 
 
@@ -103,8 +106,8 @@ class Board:
         return self._mails + (peer * MAILS + number % MAILS) * _MAIL_WORDS
 
     def table(self, record: int) -> Sequence[int]:
-        """The word for each peer in a verb's record."""
-        return self.words[record + _TABLE : record + _TABLE + self.size]
+        """The words in a verb's record that tell where each peer's data begins, and where the last one's ends."""
+        return self.words[record + _TABLE : record + _TABLE + self.size + 1]
 
     def clear(self) -> None:
         """Make a new board of what was other memory."""
@@ -165,4 +168,4 @@ def _first_record(size: int) -> int:
 
 
 def _verb_words(size: int) -> int:
-    return _TABLE + size
+    return _TABLE + size + 1

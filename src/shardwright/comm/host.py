@@ -148,19 +148,19 @@ class ShmHost:
             self.page.sleep_on(-1)
 
     def check(self, ranks: Sequence[int], late: Sequence[int]) -> tuple[int, str] | None:
-        """(rank to blame, cause) if one of ``ranks`` has failed or ended, or one of the ``late`` has closed."""
+        """(rank to blame, cause) if one of ``ranks`` has given up, or one of the ``late`` has ended or closed.
+
+        A rank that is not late may have ended: it has done its part. If others still need it, they say so.
+        """
         for rank in ranks:
             failure = self.pages[rank].failure
             if failure is not None:
-                culprit, reason = failure
-                return culprit, f"rank {rank} gave up: {reason}"
-        dead = self.watch.dead(ranks)
-        if dead is not None and not (self.pages[dead].closed and dead not in late):
+                return failure[0], f"rank {rank} gave up: {failure[1]}"
+        dead = self.watch.dead(late)
+        if dead is not None:
             return dead, f"rank {dead} has ended (process {self.watch.pids[dead]} is gone)"
-        for rank in late:
-            if self.pages[rank].closed:
-                return rank, f"rank {rank} has closed its communicators"
-        return None
+        closed = next((rank for rank in late if self.pages[rank].closed), None)
+        return None if closed is None else (closed, f"rank {closed} has closed its communicators")
 
     def give_up(self, message: str, culprit: int) -> None:
         """Tell the peers that this rank takes part no more."""

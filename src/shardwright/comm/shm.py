@@ -17,6 +17,8 @@ One thread at a time may use the communicators of a rank. After a `RankError` no
 
 from __future__ import annotations
 
+import itertools
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -230,71 +232,68 @@ class ShmComm(Comm):
         self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
     ) -> Tensor:
         output = tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
-        row = tensor[:1].numel() if tensor.shape[0] else output[:1].numel()
-        data, out = _bytes(tensor.detach().contiguous(), name), _bytes(output, name)
-        sent, received = (
-            [size * row * tensor.element_size() for size in sizes] for sizes in (send_sizes, receive_sizes)
-        )
-        assert sum(sent) == data.numel() and len(sent) == len(received) == self.size, (name, tensor.shape, send_sizes)
+        data, out = _bytes(tensor.contiguous(), name), _bytes(output, name)
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        begins = list(itertools.accumulate([size * row_bytes for size in send_sizes], initial=0))
+        fits = len(send_sizes) == len(receive_sizes) == self.size and begins[-1] == data.numel()
+        assert fits and send_sizes[self.rank] == receive_sizes[self.rank], (name, tensor.shape, send_sizes, receive_sizes)
+        outputs = list(out.split_with_sizes([size * row_bytes for size in receive_sizes]))
         verb = self._flight.begin("all_to_all", name)
         verb.location = self._flight.direct(data)
-        pieces = list(data.split(sent))
-        num_pieces = 1
-        if not verb.direct:
-            num_pieces = self._stage_parcels(verb, 0, pieces)
+        num_pieces = 1 if verb.direct else self._stage_parcels(verb, 0, data, begins)
+        steps = self._all_to_all(verb, data, begins, outputs)
         check = encode("all_to_all", 0, tensor.dtype, 0)
-        work = self._flight.announce(
-            verb, check, self._all_to_all(verb, pieces, list(out.split(received))), num_pieces, sent
-        )
-        work.wait()
+        self._flight.announce(verb, check, steps, num_pieces, begins).wait()
         return output
 
-    def _all_to_all(self, verb: Verb, pieces: list[Tensor], outputs: list[Tensor]) -> Steps:
+    def _all_to_all(self, verb: Verb, data: Tensor, begins: list[int], outputs: list[Tensor]) -> Steps:
         """Each rank copies its parcel from everybody's tensor."""
-        flight, me = self._flight, self.rank
+        flight, me, parcel = self._flight, self.rank, _parcel(self.size)
         flight.check(verb, flight.others)
         tables = [board.table(verb.record) for board in flight.boards]
         for k in flight.others:
-            if tables[k][me] != outputs[k].numel():
-                raise flight.mismatch(verb, k, f" (it sends {tables[k][me]} bytes, expected {outputs[k].numel()})")
+            sent, expected = tables[k][me + 1] - tables[k][me], outputs[k].numel()
+            if sent != expected:
+                raise flight.mismatch(verb, k, f" (it sends {sent} bytes, expected {expected})")
+        if outputs[me].numel():
+            flight.copy(outputs[me], data[begins[me] : begins[me + 1]])
         counts = [flight.words[k][verb.record + EXTRA] for k in range(self.size)]
-        parcel = _parcel(self.size)
-        flight.copy(outputs[me], pieces[me])
         for index in range(max(counts)):
             if index:
                 yield flight.step()
             for k in flight.others:
-                if counts[k] == 1:
-                    whole = sum(tables[k][:me])
-                    begin, count, block = 0, outputs[k].numel() if index == 0 else 0, whole
+                target, place, begin = outputs[k], me * parcel, tables[k][me]
+                if counts[k] > 1:
+                    target = target[index * parcel : (index + 1) * parcel]
+                elif index == 0:
+                    place = begin
                 else:
-                    begin, block, whole = index * parcel, me * parcel, 0
-                    count = max(0, min(parcel, outputs[k].numel() - begin))
-                if count:
-                    source = flight.part(k, verb, index, outputs[k], count, whole, block)
-                    flight.copy(outputs[k][begin : begin + count], source)
+                    continue
+                if target.numel():
+                    flight.copy(target, flight.part(k, verb, index, target, target.numel(), begin, place))
             if index + 1 < counts[me]:
-                self._stage_parcels(verb, index + 1, pieces)
+                self._stage_parcels(verb, index + 1, data, begins)
         yield from flight.released(verb)
 
-    def _stage_parcels(self, verb: Verb, index: int, pieces: list[Tensor]) -> int:
+    def _stage_parcels(self, verb: Verb, index: int, data: Tensor, begins: list[int]) -> int:
         """Copy what goes to the others into this rank's block; returns in how many pieces all of it goes.
 
         What fits goes at once and lies as in the tensor; of more each rank's parcel has its own part of the block.
         """
         flight, parcel = self._flight, _parcel(self.size)
-        total = sum(piece.numel() for piece in pieces)
-        at_once = total <= PIECE_BYTES
-        block = flight.block(verb, index, pieces[0], total if at_once else parcel * self.size)
-        begin = 0
-        for k, piece in enumerate(pieces):
-            part = piece if at_once else piece[index * parcel : (index + 1) * parcel]
-            first = begin if at_once else k * parcel
-            begin += piece.numel()
-            if k != self.rank:
-                flight.copy(block[first : first + part.numel()], part)
-        longest = max(pieces[k].numel() for k in flight.others)
-        return 1 if at_once else max(2, -(-longest // parcel))
+        if data.numel() <= PIECE_BYTES:
+            block = flight.block(verb, 0, data, data.numel())
+            own = slice(begins[self.rank], begins[self.rank + 1])
+            parts = [slice(None)] if data.numel() <= SMALL_BYTES else [slice(own.start), slice(own.stop, None)]
+            for part in parts:
+                flight.copy(block[part], data[part])
+            return 1
+        block = flight.block(verb, index, data, parcel * self.size)
+        for k in flight.others:
+            part = data[begins[k] : begins[k + 1]][index * parcel : (index + 1) * parcel]
+            flight.copy(block[k * parcel :][: part.numel()], part)
+        longest = max(begins[k + 1] - begins[k] for k in flight.others)
+        return max(2, -(-longest // parcel))
 
     def _stage(self, verb: Verb, index: int, flat: Tensor) -> None:
         """Copy a piece of ``flat`` into this rank's block."""

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-SPINS = 30
+SPINS = 4
 YIELD_SECONDS = 100e-6
 LEAST_SLEEP, MOST_SLEEP = 1e-3, 20e-3
 LOOK_SECONDS = 0.02

@@ -277,6 +277,11 @@ def optimizer_seconds(chip: Chip, stack: Stack, owned: float) -> float:
     return ADAM_BYTES * owned / (chip.memory_bandwidth * stack.memory)
 
 
+def forward_flops(weights: float) -> float:
+    """FLOPs that one token's forward spends in ``weights`` matrix weights: a product and a sum for each."""
+    return 2 * weights
+
+
 # -- experts in serving ----------------------------------------------------------------------------
 
 

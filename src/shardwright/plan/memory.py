@@ -81,6 +81,25 @@ def shard_ranks(layout: Layout) -> tuple[int, int]:
     return max(1, dense // layout.dp_replicate), max(1, experts // layout.dp_replicate)
 
 
+def state_bytes(layout: Layout, held: Parameters, stack: Stack) -> dict[str, float]:
+    """Parameters, gradients and optimizer state of a rank whose slice has ``held`` parameters before ZeRO divides them;
+    what is offloaded is not counted."""
+    param = PARAMETER_BYTES.get(layout.precision, 2)
+    grad, optimizer = gradient_bytes(layout, stack), optimizer_bytes(layout.precision)
+    dense_ranks, expert_ranks = shard_ranks(layout)
+    total = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
+    for count, ranks in ((held.dense, dense_ranks), (held.experts, expert_ranks)):
+        shares = bytes_per_parameter(layout.zero, ranks, param, grad, optimizer)
+        for name, share in zip(total, shares, strict=True):
+            total[name] += count * share
+    if layout.offload != "none":
+        total["optimizer"] *= 1 - layout.offload_fraction
+    if layout.offload == "params":
+        total["parameters"] *= 1 - layout.offload_fraction
+        total["gradients"] *= 1 - layout.offload_fraction
+    return total
+
+
 # -- activations -----------------------------------------------------------------------------------
 
 
@@ -100,7 +119,7 @@ def layer_activation_bytes(
     dropout = model.dropout > 0
     norms = 4 * size * tokens * hidden / split + (8 * tokens / split if model.norm == "rmsnorm" else 0)
     masks = 2 * tokens * hidden / split if dropout else 0
-    total = norms + masks + _attention_bytes(model, shape, size)
+    total = norms + masks + _attention_bytes(model, shape, size, 4 if stack.flash else 0)
     if not stack.flash and recompute != "selective":
         keys = min(kind.window or shape.seq, shape.seq)
         total += tokens * model.num_heads * keys * (2 * size + 1 if dropout else size) / tp
@@ -109,16 +128,16 @@ def layer_activation_bytes(
     return total + size * tokens * (3 if model.activation == "swiglu" else 2) * model.ffn_dim / tp
 
 
-def _attention_bytes(model: ModelConfig, shape: Shape, size: int) -> float:
-    """Queries, keys, values and the output, and fp32 softmax statistics; with latent attention the latents too."""
+def _attention_bytes(model: ModelConfig, shape: Shape, size: int, statistics: int) -> float:
+    """Queries, keys, values and the output, ``statistics`` bytes of each softmax; with latent attention the latents too."""
     tokens, tp = shape.tokens, shape.tp
     heads = model.num_heads / tp
     if model.mla is not None:
         mla = model.mla
         latents = (mla.q_lora_rank or 0) * 2 + mla.kv_lora_rank * 2 + mla.rope_head_dim
-        return tokens * (size * (latents + heads * (2 * model.head_dim + 2 * mla.v_head_dim)) + 4 * heads)
+        return tokens * (size * (latents + heads * (2 * model.head_dim + 2 * mla.v_head_dim)) + statistics * heads)
     kv_heads = max(model.num_kv_heads / tp, 1)
-    return tokens * (size * (2 * heads + 2 * kv_heads) * model.head_dim + 4 * heads)
+    return tokens * (size * (2 * heads + 2 * kv_heads) * model.head_dim + statistics * heads)
 
 
 def _expert_bytes(model: ModelConfig, shape: Shape, size: int) -> float:
@@ -169,7 +188,7 @@ class MemoryModel:
     def stage(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> StageMemory:
         """Peak bytes of one GPU of pipeline rank ``rank``."""
         held = self.table.of_rank(units, layout.tp, layout.ep)
-        state = self._state(layout, held)
+        state = state_bytes(layout, held, self.stack)
         activations = self._activations(layout, rank, units, shape)
         buffers = self._buffers(layout, units, shape)
         return StageMemory(
@@ -181,22 +200,6 @@ class MemoryModel:
             buffers=ceil(sum(buffers.values())),
             parts={name: ceil(size) for name, size in (activations | buffers).items() if size},
         )
-
-    def _state(self, layout: Layout, held: Parameters) -> dict[str, float]:
-        param = PARAMETER_BYTES.get(layout.precision, 2)
-        grad, optimizer = gradient_bytes(layout, self.stack), optimizer_bytes(layout.precision)
-        dense_ranks, expert_ranks = shard_ranks(layout)
-        total = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
-        for count, ranks in ((held.dense, dense_ranks), (held.experts, expert_ranks)):
-            shares = bytes_per_parameter(layout.zero, ranks, param, grad, optimizer)
-            for name, share in zip(total, shares, strict=True):
-                total[name] += count * share
-        if layout.offload != "none":
-            total["optimizer"] *= 1 - layout.offload_fraction
-        if layout.offload == "params":
-            total["parameters"] *= 1 - layout.offload_fraction
-            total["gradients"] *= 1 - layout.offload_fraction
-        return total
 
     def _activations(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> dict[str, float]:
         model, precision, flying = self.model, layout.precision, in_flight(layout, rank)

@@ -138,7 +138,8 @@ _PRESETS = (
     ("qwen3-235b", "qwen3-235b-a22b"), ("gpt oss 120b", "gpt-oss-120b"), ("llama3_8b", "llama-3.1-8b"),
     ("llama3_70b", "llama-3.1-70b"), ("llama3.1_405b", "llama-3.1-405b"), ("llama 3.1 8b", "llama-3.1-8b"),
     ("llama 3 8b", "llama-3.1-8b"), ("llama 3.1 70b", "llama-3.1-70b"), ("llama 3 70b", "llama-3.1-70b"),
-    ("llama-3-style 7b", "llama-3.1-8b"), ("llama 3 405b", "llama-3.1-405b"), ("llama 3.1 405b", "llama-3.1-405b"), ("mt-nlg 530b", "mt-nlg-530b"),
+    ("llama-3-style 7b", "llama-3.1-8b"), ("llama 3 405b", "llama-3.1-405b"), ("llama 3.1 405b", "llama-3.1-405b"),
+    ("mt-nlg 530b", "mt-nlg-530b"),
 )  # fmt: skip
 
 _MPT = {
@@ -290,10 +291,12 @@ def _layout(row: Row, model: ModelConfig, stack: str) -> Layout:
     if stack == "torchtitan" and pp > 1:  # the column holds a rank's whole batch, which the schedule cuts into ones
         micro = 1
     sharded = sharding.startswith(("fsdp", "zero3")) and sharding != "no fsdp"
+    virtual = min(virtual, model.num_layers // pp) if pp > 1 else 1
     return Layout(
         tp=tp, pp=pp, cp=cp, ep=ep, dp=dp,
-        virtual=virtual if pp > 1 else 1,
-        schedule="interleaved" if pp > 1 and virtual > 1 else "1f1b",
+        virtual=virtual,
+        schedule="interleaved" if virtual > 1 else "1f1b",
+        stages=_stages(model.num_layers, pp * virtual),
         zero=0 if sharding in ("ddp", "none") or "zero0" in sharding else 3 if sharded else 1,
         micro_batch=micro,
         microbatches=batch // (dp * micro),
@@ -304,6 +307,14 @@ def _layout(row: Row, model: ModelConfig, stack: str) -> Layout:
         tp_overlap=2 if "async TP" in row["notes"] and "no async" not in row["notes"] else 1,
         bucket_mb=500.0,
     )  # fmt: skip
+
+
+def _stages(layers: int, stages: int) -> str:
+    """Layers per stage where embedding and head stand for a layer each, as in Llama 3's 126 of 128; else the default."""
+    each, rest = divmod(layers + 2, stages)
+    if rest or each < 2 or layers % stages == 0:
+        return ""
+    return "-".join(map(str, [each - 1, *[each] * (stages - 2), each - 1]))
 
 
 def _step_batch(row: Row, micro: int, dp: int, pp: int) -> int:

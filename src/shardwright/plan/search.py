@@ -54,9 +54,9 @@ def search(
     top: int = 5,
     stack: Stack | None = None,
 ) -> Plan:
-    """The best layout on all GPUs of ``cluster`` with the ``top`` candidates; raises :class:`ConfigError` if none fits.
+    """The best layout on all GPUs of ``cluster`` with the ``top`` candidates; the smallest layout when none fits.
 
-    ``global_batch`` is in sequences of ``seq`` tokens.
+    ``global_batch`` is in sequences of ``seq`` tokens. Raises :class:`ConfigError` when no layout is legal at all.
     """
     pricer = Pricer(model, cluster, seq, stack)
     batch = default_global_batch(cluster, seq) if global_batch is None else global_batch
@@ -68,7 +68,10 @@ def search(
         for layout in _fitting(pricer, base, rejections):
             priced.append((pricer.quick(layout), str(layout), layout))
     if not priced:
-        raise ConfigError(_nothing_fits(pricer, batch, rejections))
+        if not rejections.too_large:
+            raise ConfigError(_nothing_legal(pricer, batch, rejections))
+        smallest = min(rejections.too_large, key=lambda item: (item[0], str(item[1])))[1]
+        return replace(pricer.price(smallest), rejected=_rejected(pricer, rejections))
     priced.sort(key=lambda item: item[:2])
     plans = _refined(pricer, [layout for _, _, layout in priced[: max(REFINED, top)]])
     best = plans[0]
@@ -178,15 +181,8 @@ def _rejected(pricer: Pricer, rejections: Rejections) -> tuple[Candidate, ...]:
     return (*found[:NEAR_MISSES], *(Candidate(None, reason=f"{reason} ({count} layouts)") for reason, count in others))
 
 
-def _nothing_fits(pricer: Pricer, batch: int, rejections: Rejections) -> str:
+def _nothing_legal(pricer: Pricer, batch: int, rejections: Rejections) -> str:
     gpus, name = pricer.cluster.world_size, pricer.model.name
-    if rejections.too_large:
-        need, layout = min(rejections.too_large, key=lambda item: (item[0], str(item[1])))
-        capacity = pricer.cluster.chip.memory_bytes
-        return (
-            f"{name} does not fit on {gpus} x {pricer.cluster.chip.name}: the smallest layout, {layout}, needs "
-            f"{need / GIB:.1f} GiB of {capacity / GIB:.1f} per GPU; add GPUs or shorten the sequence"
-        )
     reason = next(iter(rejections.reasons), "no degrees divide the world")
     return f"no layout of {name} uses all {gpus} GPUs with a global batch of {batch}: {reason}; change the batch or the GPUs"
 

@@ -21,9 +21,10 @@ from shardwright.errors import ConfigError
 class Stack:
     """Shares are of the chip's peak (or of the link's bandwidth), times in seconds.
 
-    ``gemm_*``: matrix products, large and in whole tiles; ``grouped``: of that in the products of several experts. ``attention``: the score products of a fused kernel, of the
-    bf16 peak (also where scores are unfused). ``memory``: of the memory's bandwidth. ``launch``: what one kernel takes
-    beyond its work; ``host``: what the host needs to launch it (a micro-batch takes at least that for all its kernels).
+    ``gemm_*``: matrix products, large and in whole tiles; ``grouped``: of that in the products of several experts.
+    ``attention``: the score products, of the bf16 peak. ``memory``: of the memory's bandwidth. ``launch``: what one
+    kernel takes beyond its work; ``host``: what the host needs to launch it (a micro-batch takes at least that for all
+    its kernels).
     ``intra``, ``inter``: of the links' bandwidth; ``latency``: factor on the links' latency. ``flash``: attention is one
     kernel that keeps no scores. ``fused``: share of the memory traffic of element-wise work that fusion leaves.
     ``dp_overlap``, ``tp_overlap``, ``ep_overlap``, ``p2p_overlap``: share of the compute that hides communication
@@ -53,7 +54,7 @@ class Stack:
     ep_overlap: float = 0.0
     p2p_overlap: float = 0.9
     contention: float = 0.0
-    scatter_gather: bool = True
+    scatter_gather: bool = False
     imbalance: float = 1.0
     step_seconds: float = 0.0
     gradient_bytes: float = 0.0

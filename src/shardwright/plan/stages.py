@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardwright.core import stages as core_stages
 from shardwright.core.layout import Layout
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.specs import parameter_specs
-from shardwright.errors import LayoutError
 from shardwright.plan.compute import LayerKind
 
 V_SHAPED = ("zb_v", "dualpipe_v")
@@ -16,25 +16,8 @@ V_SHAPED = ("zb_v", "dualpipe_v")
 
 
 def layers_per_stage(model: ModelConfig, layout: Layout) -> tuple[int, ...]:
-    """Layers of each of the pp*virtual stages, in order: ``stages=20+20+20+20``, or as even as can be.
-
-    What does not divide goes to the stages in the middle first: the ends hold the embedding and the head as well.
-    """
-    stages = num_stages(layout)
-    if layout.stages:
-        try:
-            counts = tuple(int(part) for part in layout.stages.split("+"))
-        except ValueError:
-            raise LayoutError(f"stages={layout.stages} must be layers per stage joined by +, 20+20 say") from None
-        if len(counts) != stages or sum(counts) != model.num_layers or min(counts) < 0:
-            raise LayoutError(
-                f"stages={layout.stages} must be {stages} numbers that add up to the model's {model.num_layers} layers"
-            )
-        return counts
-    each, rest = divmod(model.num_layers, stages)
-    order = sorted(range(stages), key=lambda stage: -min(stage, stages - 1 - stage))
-    takes_more = set(order[:rest])
-    return tuple(each + (stage in takes_more) for stage in range(stages))
+    """Layers of each stage, in order, as the run splits them."""
+    return tuple(core_stages.layers_per_stage(model, num_stages(layout), layout.stages))
 
 
 def num_stages(layout: Layout) -> int:

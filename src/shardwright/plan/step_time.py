@@ -106,8 +106,7 @@ class Pricer:
             raise LayoutError(
                 f"layout {layout} needs {layout.world_size} GPUs, the cluster has {self.cluster.world_size}; lower a degree"
             )
-        if num_stages(layout) > model.num_layers:
-            raise LayoutError(f"{num_stages(layout)} stages need as many layers, {model.name} has {model.num_layers}")
+        layers_per_stage(model, layout)
         if model.moe is not None and model.moe.num_experts % layout.ep:
             raise LayoutError(f"ep={layout.ep} must divide the model's {model.moe.num_experts} experts")
         if self.seq % layout.cp:

@@ -74,6 +74,10 @@ def check_supported(config: RunConfig) -> None:
             )
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
+    if config.train.compile and layout.tp > 1:
+        raise LayoutError(
+            f"train.compile=true with tp={layout.tp}: a block's collectives cannot be compiled; use tp=1 or leave compile out"
+        )
     for spec in parameter_specs(config.model).values():
         spec.reduce_axes(layout)  # refuses KV heads that only some ranks of tp share
 
