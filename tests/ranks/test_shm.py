@@ -576,6 +576,22 @@ def test_files_where_memory_without_a_name_is_refused(what: str, reason: str) ->
     assert os.listdir("/dev/shm") == before
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_file_is_unlinked_if_the_agreement_fails(calls: int) -> None:
+    before, left = os.listdir("/dev/shm"), calls
+
+    def exchange(value: Any) -> list[Any]:
+        nonlocal left
+        if left == 0:
+            raise RankError("a peer is gone")
+        left -= 1
+        return [value]
+
+    with pytest.raises(RankError, match="a peer is gone"):
+        open_hosts(0, 1, exchange, ("file",))
+    assert os.listdir("/dev/shm") == before
+
+
 def fill_up(env: RankEnv) -> str:
     comm = shared_world(env)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,13 @@ def test_70b_on_256_gpus(examples: dict[str, Any]) -> None:
 def test_activation_payload(examples: dict[str, Any]) -> None:
     given = examples["activation_payload"]["inputs"]
     one = tensor_bytes(
-        given["batch"], given["seq"], given["hidden"], given["heads"], given["n_hidden"], given["n_score"], given["bytes"]
+        given["batch"],
+        given["seq"],
+        given["hidden"],
+        given["heads"],
+        given["n_hidden"],
+        given["n_score"],
+        given["bytes"],
     )
     assert one * given["layers"] == examples["activation_payload"]["bytes"]
 
@@ -244,6 +251,18 @@ def test_classes_add_up_and_savings_save() -> None:
     assert stage(Layout(dp=4, cp=2, **MIXED)).activations < plain.activations
     sharded, kept = (stage(Layout(dp=8, zero=3, reshard=r, **MIXED)) for r in ("always", "after_backward"))
     assert kept.buffers - kept.parts["gradient of a unit"] >= plain.parameters > sharded.parts["gathered units"]
+
+
+def test_deferred_gradients_are_whole() -> None:
+    """Several micro-batches whose gradients are reduced once keep them unsharded until then."""
+    once, deferred, reduced = (
+        stage(Layout(dp=8, zero=3, microbatches=m, accumulate=how, **MIXED))
+        for m, how in ((1, "defer"), (4, "defer"), (4, "reduce"))
+    )
+    assert once.gradients == reduced.gradients == deferred.gradients // 8
+    two = replace(FUSED, two_gradients=True)
+    wide = Layout(precision="bf16", reduce_dtype="fp32")
+    assert [state_bytes(wide, Parameters(10), stack)["gradients"] for stack in (FUSED, two)] == [40, 60]
 
 
 def test_prefetch_and_the_largest_unit_count() -> None:

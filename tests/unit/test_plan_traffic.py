@@ -76,7 +76,7 @@ def test_70b_on_64_gpus(shared: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bench-25m", "demo"])
-@pytest.mark.parametrize("text", ["dp=4", "tp=2,dp=2", "tp=4,sp=off,dp=2", "pp=2,dp=2,microbatches=4"])
+@pytest.mark.parametrize("text", ["dp=4", "tp=2,dp=2", "tp=2,sp=off,dp=2", "pp=2,dp=2,microbatches=4"])
 def test_bytes_are_those_of_the_runs_ledger(name: str, text: str) -> None:
     """Against the closed form that real runs are checked with; norm weights over tp and small messages apart."""
     model, layout = preset(name), Layout.parse(text)

@@ -126,6 +126,7 @@ class ShmHost:
         self.failed = False
         self._bell = Bell()
         self.comms: weakref.WeakSet[Advancing] = weakref.WeakSet()
+        weakref.finalize(self, self.page.close).atexit = False
 
     def advance_others(self, comm: Advancing) -> bool:
         """Move on what is in flight on the other communicators: a peer may wait for it before it comes to ``comm``."""
@@ -207,10 +208,10 @@ def open_hosts(rank: int, world_size: int, exchange: Exchange, ways: Sequence[st
         if not any(hosts.problems):
             break
         attempt = _Attempt(way, rank, world_size) if hosts.own is None else None
-        offers = exchange(attempt and attempt.offer)
-        if attempt is not None:
-            attempt.map(here, offers)
         try:
+            offers = exchange(attempt and attempt.offer)
+            if attempt is not None:
+                attempt.map(here, offers)
             verdicts: list[str | None] = exchange(attempt and attempt.problem)
         finally:
             if attempt is not None:

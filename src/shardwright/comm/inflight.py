@@ -43,8 +43,6 @@ Steps = Generator[Need, None, None]
 class ShmWork(Work):
     """A verb, a send or a receive under way."""
 
-    __slots__ = ("_callbacks", "done", "flight", "name", "what")
-
     def __init__(self, flight: InFlight, what: str, name: str) -> None:
         self.flight, self.what, self.name = flight, what, name
         self.done = False
@@ -79,8 +77,6 @@ class Verb(ShmWork):
 
     ``location``: twice the offset of this rank's data in its arena, plus 1 if that is the caller's own tensor.
     """
-
-    __slots__ = ("blocks", "location", "need", "number", "record", "steps")
 
     def __init__(self, flight: InFlight, what: str, name: str, number: int) -> None:
         self.flight, self.what, self.name, self.number = flight, what, name, number
@@ -309,7 +305,8 @@ class InFlight:
 
     def executed(self, verb: Verb) -> None:
         """Show that this rank reads nothing more for ``verb``."""
-        self.show(EXECUTED, verb.number)
+        if self.own.words[EXECUTED] != verb.number:
+            self.show(EXECUTED, verb.number)
 
     def show(self, word: int, value: int) -> None:
         """Count on this rank's board: what was written before is then seen by whoever sees the count."""

@@ -6,6 +6,7 @@ Messages from one rank to another are numbered and are received in order. The se
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 
 from torch import Tensor
@@ -35,7 +36,8 @@ class Mailboxes:
     """This rank's sends and receives on one axis."""
 
     def __init__(self, flight: InFlight) -> None:
-        self._flight, self._size = flight, len(flight.ranks)
+        self._flight: InFlight = weakref.proxy(flight)  # which holds this object: without cycles all goes at once
+        self._size = len(flight.ranks)
         self._waiting: dict[int, deque[Message]] = {}  # sends that have no room yet
         self._posted: dict[int, deque[Message]] = {}  # sends that the peer has yet to consume
         self._wanted: dict[int, deque[Message]] = {}  # receives

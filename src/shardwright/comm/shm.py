@@ -6,7 +6,8 @@ does the work when all peers have announced: each rank reads what it needs from 
 order in which they were started, whichever is waited for, and a wait also moves on what is in flight on the rank's other
 communicators: a peer may need it first.
 
-Sums are made in rank order, so that results are the same on all ranks and do not depend on sizes or pieces.
+Sums are made in rank order and in the tensor's dtype, so that results are the same on all ranks and do not depend on sizes
+or pieces; with two ranks they are those of gloo. A maximum with a NaN is NaN (in gloo that depends on the order).
 
 ``send`` copies into the arena and never waits; beyond `MAILBOX_BYTES` or `MAILS` messages under way to one peer the copy
 is made later, in any wait of this rank. Such a send, like one of a tensor in the arena, ends only when the peer receives:
@@ -236,7 +237,10 @@ class ShmComm(Comm):
         row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
         begins = list(itertools.accumulate([size * row_bytes for size in send_sizes], initial=0))
         fits = len(send_sizes) == len(receive_sizes) == self.size and begins[-1] == data.numel()
-        assert fits and send_sizes[self.rank] == receive_sizes[self.rank], (name, tensor.shape, send_sizes, receive_sizes)
+        assert fits, (
+            f"{name}: {send_sizes} to send and {receive_sizes} to receive of {tensor.shape} by {self.size} ranks"
+        )
+        assert send_sizes[self.rank] == receive_sizes[self.rank], f"{name}: rank {self.rank} keeps {send_sizes}"
         outputs = list(out.split_with_sizes([size * row_bytes for size in receive_sizes]))
         verb = self._flight.begin("all_to_all", name)
         verb.location = self._flight.direct(data)
@@ -283,10 +287,9 @@ class ShmComm(Comm):
         flight, parcel = self._flight, _parcel(self.size)
         if data.numel() <= PIECE_BYTES:
             block = flight.block(verb, 0, data, data.numel())
-            own = slice(begins[self.rank], begins[self.rank + 1])
-            parts = [slice(None)] if data.numel() <= SMALL_BYTES else [slice(own.start), slice(own.stop, None)]
-            for part in parts:
-                flight.copy(block[part], data[part])
+            before, after = slice(begins[self.rank]), slice(begins[self.rank + 1], None)
+            for own in (slice(None),) if data.numel() <= SMALL_BYTES else (before, after):
+                flight.copy(block[own], data[own])
             return 1
         block = flight.block(verb, index, data, parcel * self.size)
         for k in flight.others:

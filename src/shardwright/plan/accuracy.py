@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.core.plan import Margin
+from shardwright.core.plan import GIB
 from shardwright.errors import ShardwrightError
 from shardwright.plan.compute import compute_peak
 from shardwright.plan.rows import Case, Refused, read_cases
@@ -118,7 +118,7 @@ def _group(found: Sequence[Case | Refused]) -> dict[str, Any]:
             refused.append(str(error))
             continue
         if case.memory_gib:
-            memory.append((Margin().device_bytes(plan.memory[0].total) / 2**30, case.memory_gib))
+            memory.append((plan.device_bytes / GIB, case.memory_gib))
         if case.seconds is None:
             too_large["rows"] += 1
             too_large["refused"] += not plan.fits
@@ -141,7 +141,19 @@ def _group(found: Sequence[Case | Refused]) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> Table:
     """The figures as a table."""
     shown = Table(title="Error of predicted step times, per cent of the measured")
-    for column in ("group", "rows", "priced", "mean", "median", "p90", "max", "bias", "straw man", "regret", "Spearman"):
+    for column in (
+        "group",
+        "rows",
+        "priced",
+        "mean",
+        "median",
+        "p90",
+        "max",
+        "bias",
+        "straw man",
+        "regret",
+        "Spearman",
+    ):
         shown.add_column(column, justify="left" if column == "group" else "right")
     for name, group in result["groups"].items():
         cells = [name, str(group["rows"]), str(group["priced"])]
@@ -177,9 +189,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"{name}: {count} refused: {reason}", soft_wrap=True, highlight=False)
         if "out_of_memory" in group:
             oom = group["out_of_memory"]
-            console.print(f"{name}: {oom['refused']} of {oom['rows']} runs that ran out of memory do not fit by the plan")
+            console.print(
+                f"{name}: {oom['refused']} of {oom['rows']} runs that ran out of memory do not fit by the plan"
+            )
         if "memory" in group:
-            console.print(f"{name}: device memory {group['memory']['mape']:.1f} % off, {group['memory']['bias']:+.1f} %")
+            console.print(
+                f"{name}: device memory {group['memory']['mape']:.1f} % off, {group['memory']['bias']:+.1f} %"
+            )
     return 0
 
 

@@ -28,9 +28,9 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "ep_overlap": (1e-3, 0.95), "p2p_overlap": (1e-3, 1.0), "contention": (1e-3, 1.0), "imbalance": (1.0, 1.5),
     "step_seconds": (1e-5, 5.0),
 }  # fmt: skip
-PULL = 0.002
+PULL = 0.03
 """Weight of the squared logarithm of a constant over its starting value."""
-FOLDS, MOST_ROWS, ROUNDS = 4, 160, 250
+FOLDS, MOST_ROWS, ROUNDS = 4, 120, 200
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ def fit(cases: Sequence[Case], start: Stack, names: Sequence[str], rounds: int =
     measured = [case for case in cases if case.seconds]
     if not measured or not names:
         return start
+    bases = [(Pricer(case.model, case.cluster, case.seq, start), case.layout, case.seconds or 1.0) for case in measured]
     origin = [log(max(getattr(start, name), BOUNDS[name][0])) for name in names]
 
     def at(point: Sequence[float]) -> Stack:
@@ -71,13 +72,17 @@ def fit(cases: Sequence[Case], start: Stack, names: Sequence[str], rounds: int =
 
     def loss(point: Sequence[float]) -> float:
         stack = at(point)
-        error = sum(abs(log(predict(case, stack) / (case.seconds or 1.0))) for case in measured) / len(measured)
+        error = sum(abs(log(base.with_stack(stack).quick(layout) / seconds)) for base, layout, seconds in bases) / len(
+            bases
+        )
         return error + PULL * sum((a - b) ** 2 for a, b in zip(point, origin, strict=True))
 
     return at(simplex(loss, origin, rounds))
 
 
-def simplex(loss: Callable[[Sequence[float]], float], start: Sequence[float], rounds: int, step: float = 0.25) -> list[float]:
+def simplex(
+    loss: Callable[[Sequence[float]], float], start: Sequence[float], rounds: int, step: float = 0.25
+) -> list[float]:
     """Nelder and Mead's search for the least of ``loss`` from ``start``."""
     corners = [list(start)] + [[x + step * (i == j) for j, x in enumerate(start)] for i in range(len(start))]
     scored = sorted((loss(corner), corner) for corner in corners)
@@ -142,9 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table["fit"] |= {
                 "rows": result.rows, "mape": round(result.mape, 2), "held_out_mape": round(result.held_out_mape, 2)
             }  # fmt: skip
+            if options.out:  # after each stack: what is done stays done
+                options.out.write_text(write_tables(tables), encoding="utf-8")
             print(f"{name}: {result.rows} rows, {result.mape:.1f} %, held out {result.held_out_mape:.1f} %", flush=True)
-        if options.out:
-            options.out.write_text(write_tables(tables), encoding="utf-8")
     except ShardwrightError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

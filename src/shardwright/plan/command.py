@@ -37,7 +37,9 @@ def load_model(text: str) -> ModelConfig:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give a preset, a config.json or a TOML file") from None
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}; give a preset, a config.json or a TOML file"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML ({error}); write a table [model]") from None
     table = content.get("model")

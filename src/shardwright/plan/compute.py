@@ -132,7 +132,9 @@ class Kernels:
         self.cost.flops_backward += 4 * product
         self.cost.kernels_forward += 2
         self.cost.kernels_backward += 4
-        rest = scores * (4 + 5) / self._memory_rate  # softmax reads and writes 2 bytes, dropout as well with a mask of 1
+        rest = (
+            scores * (4 + 5) / self._memory_rate
+        )  # softmax reads and writes 2 bytes, dropout as well with a mask of 1
         self.cost.forward += 2 * stack.launch + rest
         self.cost.backward_input += 2 * stack.launch + rest
         self.cost.kernels_forward += 2

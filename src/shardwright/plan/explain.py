@@ -42,7 +42,9 @@ def assumptions(plan: Plan, stack: Stack, fit: Fit) -> tuple[str, ...]:
     if plan.layout.world_size < plan.cluster.world_size:
         lines.append(f"the layout uses {plan.layout.world_size} of the cluster's {plan.cluster.world_size} GPUs")
     if plan.layout.recompute == "selective" and stack.flash:
-        lines.append("recompute=selective drops attention scores, of which fused attention keeps none: no memory is saved")
+        lines.append(
+            "recompute=selective drops attention scores, of which fused attention keeps none: no memory is saved"
+        )
     return tuple(lines)
 
 

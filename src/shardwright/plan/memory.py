@@ -68,11 +68,11 @@ def least_gpus(weight_bytes: float, gpu_bytes: float) -> int:
 
 
 def gradient_bytes(layout: Layout, stack: Stack) -> float:
-    """Bytes of gradient buffers per parameter: the dtype in which they are summed."""
-    if stack.gradient_bytes:
-        return stack.gradient_bytes
+    """Bytes of gradient buffers per parameter: the dtype in which they are summed, and what a stack keeps beside them."""
     wide = 8 if layout.precision == "fp64" else 4
-    return wide if layout.reduce_dtype == "fp32" else GRADIENT_BYTES[layout.reduce_dtype]
+    summed = wide if layout.reduce_dtype == "fp32" else GRADIENT_BYTES[layout.reduce_dtype]
+    beside = PARAMETER_BYTES.get(layout.precision, 2)
+    return summed + (beside if stack.two_gradients and beside < summed else 0)
 
 
 def shard_ranks(layout: Layout) -> tuple[int, int]:
@@ -82,14 +82,20 @@ def shard_ranks(layout: Layout) -> tuple[int, int]:
 
 
 def state_bytes(layout: Layout, held: Parameters, stack: Stack) -> dict[str, float]:
-    """Parameters, gradients and optimizer state of a rank whose slice has ``held`` parameters before ZeRO divides them;
-    what is offloaded is not counted."""
+    """Parameters, gradients and optimizer state of a rank whose slice has ``held`` parameters before ZeRO divides them.
+
+    Gradients of several micro-batches whose reduction is deferred (``accumulate=defer``) are whole until the last one.
+    What is offloaded is not counted.
+    """
+    deferred = layout.accumulate == "defer" and layout.microbatches > 1
     param = PARAMETER_BYTES.get(layout.precision, 2)
     grad, optimizer = gradient_bytes(layout, stack), optimizer_bytes(layout.precision)
     dense_ranks, expert_ranks = shard_ranks(layout)
     total = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for count, ranks in ((held.dense, dense_ranks), (held.experts, expert_ranks)):
-        shares = bytes_per_parameter(layout.zero, ranks, param, grad, optimizer)
+        shares = list(bytes_per_parameter(layout.zero, ranks, param, grad, optimizer))
+        if deferred:
+            shares[1] = grad
         for name, share in zip(total, shares, strict=True):
             total[name] += count * share
     if layout.offload != "none":
@@ -217,7 +223,7 @@ class MemoryModel:
         if units.embedding and model.dropout > 0:
             found["embedding"] = shape.tokens * model.dim / shape.split * flying
         if units.head:
-            found["head"] = 2 * hidden
+            found["head"] = hidden + size * shape.tokens * model.dim  # norm's input, gathered input of the logits
             found["logits"] = logits
         return found
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shardwright.core.layout import Layout
 from shardwright.plan.stages import chunks_per_rank, num_stages, stages_of_rank
 from shardwright.schedule.make import make_schedule
 from shardwright.schedule.simulate import Costs, Link, simulate
 
-ROUNDS = 3
+ROUNDS: Mapping[str, int] = MappingProxyType({"1f1b": 2, "gpipe": 2})
+OTHER_ROUNDS = 6
 """Multiples of p micro-batches after which a step grows by the same time with every further p of them."""
 
 
@@ -43,7 +45,7 @@ def makespan(layout: Layout, times: StageTimes, *, exact: bool = True) -> float:
     if not exact:
         return _closed_form(layout, times)
     p, m = layout.pp, layout.microbatches
-    base = 2 * ROUNDS * p + m % p
+    base = ROUNDS.get(layout.schedule, OTHER_ROUNDS) * p + m % p
     if layout.schedule.startswith("file:") or m <= base + p:
         return _simulated(layout, times)
     first, second = (_simulated(layout.with_(microbatches=count), times) for count in (base, base + p))

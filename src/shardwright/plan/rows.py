@@ -182,9 +182,11 @@ def _published_case(row: Row, group: str, stack: str, label: str) -> Case:
     kind = " MoE" if model.moe is not None else ""
     memory = float(row["mem_gb_per_gpu"]) if row["mem_gb_per_gpu"] else None
     return Case(
-        group=f"{group}{kind} {_generation(chip)}" if stack not in ("megatron-2021", "megatron-2022", "bloom") else group,
+        group=f"{group}{kind} {_generation(chip)}"
+        if stack not in ("megatron-2021", "megatron-2022", "bloom")
+        else group,
         label=f"{label}: {layout}",
-        stack=f"{stack}-{_generation(chip)}".lower(),
+        stack=f"{stack}-{_generation(chip)}{_release(row, stack, chip)}".lower(),
         model=model,
         layout=layout,
         cluster=cluster,
@@ -201,6 +203,17 @@ def _generation(chip: Chip) -> str:
     if family in ("H100", "H200", "H800"):
         return "hopper"
     return "blackwell" if family in ("B200", "GB200", "B300", "GB300") else family.lower()
+
+
+def _release(row: Row, stack: str, chip: Chip) -> str:
+    """Releases of Megatron-Bridge on Blackwell differ by a third: a stack for each half year."""
+    if stack != "bridge" or _generation(chip) != "blackwell":
+        return ""
+    found = re.search(r"container (\d+)\.(\d+)", row["notes"])
+    if found is None:  # the Megatron-Core report of 2026
+        return "-26b"
+    year, month = int(found[1]), int(found[2])
+    return "-25b" if year < 26 else "-26a" if month < 6 else "-26b"
 
 
 def _chip(row: Row) -> Chip:
@@ -291,6 +304,8 @@ def _layout(row: Row, model: ModelConfig, stack: str) -> Layout:
     if stack == "torchtitan" and pp > 1:  # the column holds a rank's whole batch, which the schedule cuts into ones
         micro = 1
     sharded = sharding.startswith(("fsdp", "zero3")) and sharding != "no fsdp"
+    if "interleaved" in row["notes"] and not row["vpp"]:
+        virtual = model.num_layers // pp
     virtual = min(virtual, model.num_layers // pp) if pp > 1 else 1
     return Layout(
         tp=tp, pp=pp, cp=cp, ep=ep, dp=dp,
@@ -303,7 +318,8 @@ def _layout(row: Row, model: ModelConfig, stack: str) -> Layout:
         sp="off" if "no sequence parallelism" in recompute or stack in ("megatron-2021", "bloom") or tp == 1 else "on",
         recompute="full" if recompute.startswith("full") else "selective" if recompute.startswith("selective") else "none",
         precision=_precision(row),
-        reduce_dtype="bf16" if stack in ("megatron-2021", "bloom", "nanotron") and "zero1" not in sharding else "fp32",
+        reduce_dtype="bf16" if stack == "megatron-2021" or "fp16" in row["precision"] else "fp32",
+        cp_kind="allgather" if "all-gather CP" in row["notes"] else "ring",
         tp_overlap=2 if "async TP" in row["notes"] and "no async" not in row["notes"] else 1,
         bucket_mb=500.0,
     )  # fmt: skip
@@ -345,7 +361,9 @@ def _seconds(row: Row, model: ModelConfig, layout: Layout, seq: int) -> float:
     if found := re.search(r"iteration ([\d.]+) s", row["notes"]):
         return float(found[1])
     if "SC21" in row["source"]:
-        return hardware_flops(model, layout.global_batch, seq) / (float(row["tflops_per_gpu"]) * 1e12 * layout.world_size)
+        return hardware_flops(model, layout.global_batch, seq) / (
+            float(row["tflops_per_gpu"]) * 1e12 * layout.world_size
+        )
     if row["tokens_per_s_per_gpu"]:
         return layout.global_batch * seq / (float(row["tokens_per_s_per_gpu"]) * layout.world_size)
     if row["mfu"] and "nanotron" in row["source"]:  # its formula: full attention, head counted

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.layout import Layout
@@ -99,13 +100,18 @@ def _degrees(pricer: Pricer, batch: int, precision: str, rejections: Rejections)
                     rejections.reasons[f"dp does not divide the global batch of {batch}"] += 1
                     continue
                 for ep in _expert_degrees(model, tp * cp * dp):
-                    shared: dict[str, int | str] = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "precision": precision}
+                    shared: dict[str, int | str] = {
+                        "tp": tp,
+                        "pp": pp,
+                        "cp": cp,
+                        "dp": dp,
+                        "ep": ep,
+                        "precision": precision,
+                    }
                     yield from _batches(pricer, shared, batch // dp, rejections)
 
 
-def _batches(
-    pricer: Pricer, degrees: dict[str, int | str], sequences: int, rejections: Rejections
-) -> Iterator[Layout]:
+def _batches(pricer: Pricer, degrees: dict[str, int | str], sequences: int, rejections: Rejections) -> Iterator[Layout]:
     """Micro-batch sizes and schedules for fixed degrees; ``sequences`` are those of one data-parallel rank."""
     pp = int(degrees["pp"])
     reduce_dtype = "bf16" if degrees["precision"] != "fp32" else "fp32"
@@ -132,26 +138,32 @@ def _batches(
 
 
 def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[Layout]:
-    """``base`` with the memory savings that are worth pricing: the first of each kind that fits."""
-    shards = [0] if base.dp * base.cp == 1 else [1, 3]
-    recompute = "full" if pricer.stack.flash else "selective"
-    steps = [(shards[0], "none")] + [(zero, "none") for zero in shards[1:]]
-    steps += [(zero, recompute) for zero in shards]
-    if recompute == "selective":
-        steps += [(zero, "full") for zero in shards]
-    fitted: set[str] = set()
-    for zero, policy in steps:
-        if policy in fitted:
-            continue
-        layout = base.with_(zero=zero, recompute=policy)
-        need = pricer.margin.device_bytes(pricer.stage_memory(layout)[0].total)
-        if need > pricer.cluster.chip.memory_bytes:
-            rejections.too_large.append((need, layout))
-            continue
-        yield layout
-        fitted.add(policy)
-        if (zero, policy) == (shards[0], "none"):
-            return
+    """``base`` with the memory savings that are worth pricing: for each recomputation the cheapest sharding that fits.
+
+    Nothing else is looked at where plain sharding without recomputation fits.
+    """
+    policies = ("none", "full") if pricer.stack.flash else ("none", "selective", "full")
+    for policy in policies:
+        for index, sharding in enumerate(_shardings(base)):
+            layout = base.with_(recompute=policy, **sharding)
+            need = pricer.margin.device_bytes(pricer.stage_memory(layout)[0].total)
+            if need > pricer.cluster.chip.memory_bytes:
+                rejections.too_large.append((need, layout))
+                continue
+            yield layout
+            if policy == "none" and index == 0:
+                return
+            break
+
+
+def _shardings(base: Layout) -> list[dict[str, Any]]:
+    """Ways to shard the state, cheapest first: gradients of several micro-batches are whole unless each is reduced."""
+    if base.dp * base.cp == 1:
+        return [{"zero": 0}]
+    found: list[dict[str, Any]] = [{"zero": 1}, {"zero": 3}]
+    if base.microbatches > 1:
+        found += [{"zero": 2, "accumulate": "reduce"}, {"zero": 3, "accumulate": "reduce"}]
+    return found
 
 
 def _refined(pricer: Pricer, layouts: Sequence[Layout]) -> list[Plan]:
@@ -189,9 +201,10 @@ def _nothing_legal(pricer: Pricer, batch: int, rejections: Rejections) -> str:
 
 def neighbours(layout: Layout) -> list[Layout]:
     """Layouts one change away that need less memory: what would make ``layout`` fit."""
-    changes: list[dict[str, object]] = []
+    changes: list[dict[str, Any]] = []
     if layout.dp * layout.cp > 1:
-        changes += [{"zero": zero} for zero in (1, 2, 3) if zero > layout.zero]
+        reduced = {"accumulate": "reduce"} if layout.microbatches > 1 else {}
+        changes += [{"zero": zero, **(reduced if zero > 1 else {})} for zero in (1, 2, 3) if zero > layout.zero]
     if layout.recompute != "full":
         changes.append({"recompute": "full"})
     if layout.micro_batch % 2 == 0:
@@ -243,8 +256,8 @@ def _tensor_reason(model: ModelConfig, tp: int, fast: int) -> str:
         return f"tp above the {fast} GPUs of the fast domain"
     if model.num_heads % tp:
         return f"tp does not divide the model's {model.num_heads} heads"
-    if model.num_kv_heads % tp and tp % model.num_kv_heads:
-        return f"tp and the model's {model.num_kv_heads} KV heads do not divide one another"
+    if model.mla is None and model.num_kv_heads % tp and model.num_kv_heads > 1:
+        return f"tp does not divide the model's {model.num_kv_heads} KV heads"
     return ""
 
 

@@ -30,9 +30,9 @@ class Stack:
     ``dp_overlap``, ``tp_overlap``, ``ep_overlap``, ``p2p_overlap``: share of the compute that hides communication
     (tp: of the communication). ``contention``: by how much compute slows while communication runs beside it.
     ``scatter_gather``: stage boundaries are sent in tp pieces without sequence parallelism too. ``imbalance``: busiest
-    expert rank over the mean. ``step_seconds``: a constant part of each step. ``gradient_bytes``: bytes of gradients of
-    a parameter where the stack keeps two copies (0: those of the layout's ``reduce_dtype``). ``host_gb_s``: link to the
-    host for offload, bytes/s.
+    expert rank over the mean. ``step_seconds``: a constant part of each step. ``two_gradients``:
+    working gradients are kept beside their fp32 sums. ``host_bandwidth``: link to the host for offload, bytes/s.
+    ``reserve_*``: what a device holds beyond allocated bytes, a constant part (GiB) and a share.
     """
 
     name: str = "default"
@@ -57,8 +57,10 @@ class Stack:
     scatter_gather: bool = False
     imbalance: float = 1.0
     step_seconds: float = 0.0
-    gradient_bytes: float = 0.0
-    host_gb_s: float = 25e9
+    two_gradients: bool = False
+    host_bandwidth: float = 25e9
+    reserve_gib: float = 1.5
+    reserve_share: float = 0.03
 
     def gemm(self, precision: str) -> float:
         """Share of the peak that matrix products reach in ``precision``; wider types as bf16."""
@@ -123,7 +125,7 @@ def fit_of(name: str) -> Fit:
 _DEFAULTS: Mapping[str, str] = {
     "A100": "composer-a100",
     **dict.fromkeys(("H100", "H200", "H800"), "nemo-hopper"),
-    **dict.fromkeys(("B200", "B300", "GB200", "GB300"), "bridge-blackwell"),
+    **dict.fromkeys(("B200", "B300", "GB200", "GB300"), "bridge-blackwell-26b"),
 }
 
 

@@ -10,13 +10,14 @@ optimizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.model_config import ModelConfig
-from shardwright.core.plan import Margin, PipelineSummary, Plan, StageMemory, StepTime
+from shardwright.core.plan import GIB, Margin, PipelineSummary, Plan, StageMemory, StepTime
 from shardwright.errors import LayoutError, ModelConfigError
 from shardwright.plan.compute import (
     Kernels,
@@ -92,9 +93,19 @@ class Pricer:
         self.memory = MemoryModel(model, self.table, self.stack)
         self.kinds = tuple(layer_kind(model, layer) for layer in range(model.num_layers))
         self._units: dict[tuple[object, ...], UnitCost] = {}
-        self.margin = Margin()
+        self.margin = Margin(int(self.stack.reserve_gib * GIB), self.stack.reserve_share)
         self._flops_causal = model.flops_per_token(seq, convention="causal")
         self._flops_full = model.flops_per_token(seq, convention="full")
+
+    def with_stack(self, stack: Stack) -> Pricer:
+        """The same model and cluster under another stack; what no stack changes is shared."""
+        other = copy(self)
+        other.stack = stack
+        other.network = Network(self.cluster, stack)
+        other.memory = MemoryModel(self.model, self.table, stack)
+        other.margin = Margin(int(stack.reserve_gib * GIB), stack.reserve_share)
+        other._units = {}
+        return other
 
     # -- layouts -----------------------------------------------------------------------------------
 
@@ -107,6 +118,12 @@ class Pricer:
                 f"layout {layout} needs {layout.world_size} GPUs, the cluster has {self.cluster.world_size}; lower a degree"
             )
         layers_per_stage(model, layout)
+        kv_heads = model.num_kv_heads
+        if model.mla is None and 1 < kv_heads < layout.tp:
+            raise LayoutError(
+                f"tp={layout.tp} is above the model's {kv_heads} KV heads, whose gradients could not be summed over the "
+                f"ranks that share one; use a tp that divides {kv_heads}"
+            )
         if model.moe is not None and model.moe.num_experts % layout.ep:
             raise LayoutError(f"ep={layout.ep} must divide the model's {model.moe.num_experts} experts")
         if self.seq % layout.cp:
@@ -307,7 +324,9 @@ class Pricer:
         """What of one message of the data axis shows: beside a backward or forward, less the last unit's share."""
         forward, backward, weight = times.of_rank(held)
         window = forward if message.phase in ("F", "update") else backward + weight
-        passes = max(1, message.count // units.num_units)  # a message is a unit's or a bucket's; a pass sends all of them
+        passes = max(
+            1, message.count // units.num_units
+        )  # a message is a unit's or a bucket's; a pass sends all of them
         together = message.seconds * message.count / passes
         shown = max(message.seconds, together - window * self.stack.dp_overlap)
         if self.stack.dp_overlap == 0:
@@ -321,7 +340,7 @@ class Pricer:
         on_host = owned * layout.offload_fraction if layout.offload != "none" else 0.0
         seconds = optimizer_seconds(self.cluster.chip, self.stack, owned - on_host)
         if on_host:  # gradients down, parameters up, Adam between
-            moved = on_host * (4 + 2) / self.stack.host_gb_s
+            moved = on_host * (4 + 2) / self.stack.host_bandwidth
             seconds += moved + on_host * HOST_BYTES_PER_PARAMETER / HOST_MEMORY_GB_S
         return seconds
 

@@ -198,7 +198,7 @@ class Traffic:
         ]
 
     def head(self) -> list[Message]:
-        """Tokens before the split logits, and three reductions of one number per token in cross entropy."""
+        """Tokens before the split logits (kept for backward), and three reductions of one number per token in cross entropy."""
         if self.layout.tp == 1:
             return []
         elements = self.shape.tokens * self.model.dim
@@ -207,7 +207,7 @@ class Traffic:
             return [*found, self._collective("B", "all_reduce", "tp", "head.in", elements, self.size)]
         found.append(self._collective("F", "all_gather", "tp", "head.in", elements, self.size))
         found.append(self._collective("B", "reduce_scatter", "tp", "head.in", elements, self.size))
-        return [*found, self._collective("W", "all_gather", "tp", "head.in", elements, self.size)]
+        return found
 
     def boundary(self) -> list[Message]:
         """One stage boundary and one micro-batch: activations forward, their gradients backward."""
@@ -264,7 +264,17 @@ class Traffic:
             seconds = self.network.seconds(verb, elements * size, span)
             sent = ring_bytes(verb, elements, size, span.size)
             return [
-                Message(phase, verb, axis, f"{tensor} {name}", sent, seconds, seconds, self.network.link(span), times * pieces)
+                Message(
+                    phase,
+                    verb,
+                    axis,
+                    f"{tensor} {name}",
+                    sent,
+                    seconds,
+                    seconds,
+                    self.network.link(span),
+                    times * pieces,
+                )
             ]
 
         reductions = m if layout.accumulate == "reduce" else 1

@@ -1,0 +1,116 @@
+"""Clusters as TOML files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwright.core.cluster import RELATIVES, Cluster, find_chip
+from shardwright.errors import ConfigError
+
+FILE = """
+chip = "h100-80gb"
+nodes = 2
+gpus_per_node = 8
+[[levels]]
+name = "nvlink"
+size = 8
+gb_s = 450
+latency_us = 4.5
+efficiency = [[1e4, 0.1], [1e8, 0.8]]
+[[levels]]
+name = "ib"
+size = 16
+gb_s = 50.0
+latency_us = 12
+"""
+CUSTOM = """
+nodes = 1
+gpus_per_node = 2
+[chip]
+name = "desk"
+fp32_tflops = 0.05
+memory_bytes = 8000000000
+memory_gb_s = 20.0
+[[levels]]
+size = 2
+gb_s = 1.5
+latency_us = 30.0
+"""
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_gives_levels_with_curves(tmp_path: Path) -> None:
+    cluster = Cluster.load(write(tmp_path, FILE))
+    assert cluster.world_size == 16
+    assert [(level.name, level.size, level.bandwidth) for level in cluster.levels] == [
+        ("nvlink", 8, 450e9),
+        ("ib", 16, 50e9),
+    ]
+    assert cluster.levels[0].latency == pytest.approx(4.5e-6)
+    assert cluster.levels[0].efficiency_at(1e6) == pytest.approx(0.45)
+    assert cluster.levels[1].efficiency_at(1e6) == 1
+
+
+def test_a_file_can_name_its_own_chip(tmp_path: Path) -> None:
+    cluster = Cluster.load(write(tmp_path, CUSTOM))
+    assert cluster.chip.peak("fp32") == 5e10
+    assert cluster.chip.memory_bandwidth == 2e10
+    with pytest.raises(ConfigError, match="no bf16 peak is known for desk"):
+        cluster.chip.peak("bf16")
+
+
+@pytest.mark.parametrize("text", ["h100-80gb:8x8", "gb200:2x72", "v100-32gb:1x8", "tpu-v5p:1x8"])
+def test_what_is_written_is_read_back(tmp_path: Path, text: str) -> None:
+    cluster = Cluster.parse(text)
+    measured = tuple(replace(level, efficiency=((1e3, 0.25), (1e6, 0.75))) for level in cluster.levels)
+    for one in (cluster, replace(cluster, levels=measured)):
+        assert Cluster.load(write(tmp_path, one.to_toml())) == one
+
+
+def test_without_levels_the_chips_own_links_count(tmp_path: Path) -> None:
+    text = 'chip = "a100-80gb"\nnodes = 2\ngpus_per_node = 8\n'
+    assert Cluster.load(write(tmp_path, text)) == Cluster.parse("a100-80gb:2x8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('chip = "h100-80gb"', "", "chip is missing"),
+        ("nodes = 2", "nodes = 0", "0 nodes with 8 GPUs each"),
+        ("nodes = 2", "nodes = 2.5", "nodes=2.5 must be a whole number"),
+        ("nodes = 2", "node = 2", "unknown key 'node'; did you mean 'nodes'"),
+        ("size = 16", "size = 12", "must grow and the last must hold all 16"),
+        ("gb_s = 50.0", "gb_s = 0", "gb_s=0 must be above 0"),
+        ("gb_s = 50.0", "gbs = 50.0", "unknown key 'gbs'; did you mean 'gb_s'"),
+        ("[1e8, 0.8]", "[1e8, 1.8]", "rising bytes and shares in"),
+        ("nodes = 2", "nodes = = 2", "is not TOML"),
+        ("nodes = 2", "nodes = 2\n[chip.x]", "is not TOML|must be|missing"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Cluster.load(write(tmp_path, FILE.replace(old, new, 1)))
+
+
+def test_a_chip_needs_its_memory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"chip\.memory_gb_s is missing"):
+        Cluster.load(write(tmp_path, CUSTOM.replace("memory_gb_s = 20.0\n", "")))
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.toml"):
+        Cluster.load(str(tmp_path / "none.toml"))
+
+
+def test_relatives_say_that_nothing_confirms_them() -> None:
+    for chip in RELATIVES.values():
+        assert find_chip(chip.name) is chip
+        assert "bf16" in chip.unconfirmed
+    assert find_chip("b200").num_sms == 148
+    assert find_chip("b200").peak("fp4") == 9e15
+    assert "fp4" in find_chip("b200").unconfirmed

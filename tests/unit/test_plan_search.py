@@ -1,0 +1,185 @@
+"""The search, and the command around it."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwright import cli
+from shardwright.core.cluster import Cluster
+from shardwright.core.layout import Layout
+from shardwright.core.plan import GIB
+from shardwright.core.presets import preset
+from shardwright.errors import ConfigError, LayoutError
+from shardwright.plan.command import load_model, make_plan, plan_layout
+from shardwright.plan.search import default_global_batch, neighbours, price_with_neighbours, search
+from shardwright.plan.step_time import Pricer
+
+KEYS = {
+    "model", "cluster", "layout", "fits", "memory", "communication", "pipeline", "step", "assumptions", "dropped_terms",
+    "candidates", "rejected",
+}  # fmt: skip
+
+
+def test_70b_on_1024_gpus_in_seconds() -> None:
+    start = time.process_time()
+    plan = search(preset("llama-3.1-70b"), Cluster.parse("h100:128x8"), 8192, 1024)
+    assert time.process_time() - start < 5
+    assert plan.fits
+    assert plan.layout.world_size == 1024
+    assert plan.layout.global_batch == 1024
+    assert 0.3 < plan.step.mfu < 0.7
+    assert [candidate.seconds for candidate in plan.candidates] == sorted(c.seconds or 0 for c in plan.candidates)
+    assert plan.candidates[0].layout == plan.layout
+    lacking = [candidate for candidate in plan.rejected if candidate.layout is not None]
+    assert lacking
+    assert all((candidate.memory_bytes or 0) > 80 * GIB for candidate in lacking)
+    assert any("fast domain" in candidate.reason for candidate in plan.rejected)
+
+
+def test_the_answer_is_the_best_of_an_exhaustive_list() -> None:
+    """Within 2 % of pricing every layout of a small grid by the schedule's rows."""
+    model, cluster, seq, batch = preset("llama-3.1-8b"), Cluster.parse("h100:1x8"), 4096, 16
+    found = search(model, cluster, seq, batch)
+    pricer = Pricer(model, cluster, seq)
+    best = min(
+        plan.step.seconds
+        for tp in (1, 2, 4, 8)
+        for pp in (1, 2, 4, 8)
+        for virtual in (1, 2)
+        for zero in (1, 3)
+        for recompute in ("none", "full")
+        if tp * pp <= 8 and not (virtual > 1 and (pp == 1 or (batch * tp * pp // 8) % pp))
+        for plan in [
+            pricer.price(
+                Layout(
+                    tp=tp, pp=pp, dp=8 // (tp * pp), virtual=virtual, zero=zero, recompute=recompute,
+                    schedule="interleaved" if virtual > 1 else "1f1b", microbatches=batch * tp * pp // 8,
+                    precision="bf16", reduce_dtype="bf16",
+                )
+            )
+        ]
+        if plan.fits
+    )  # fmt: skip
+    assert found.step.seconds <= 1.02 * best
+
+
+def test_experts_and_small_machines() -> None:
+    plan = search(preset("mixtral-8x7b"), Cluster.parse("h100:4x8"), 4096, 256)
+    assert plan.fits
+    assert plan.layout.zero > 0
+    small = search(preset("tiny"), Cluster.parse("h100:1x1"), 128, 4)
+    assert small.layout.world_size == 1
+    assert small.communication == ()
+
+
+def test_what_does_not_fit_says_how_much_is_lacking() -> None:
+    plan = search(preset("llama-3.1-70b"), Cluster.parse("h100:1x8"), 8192, 64)
+    assert not plan.fits
+    assert plan.candidates == ()
+    assert "GiB too much" in plan.rejected[0].reason
+    with pytest.raises(ConfigError, match="no layout of tiny uses all 64 GPUs with a global batch of 1"):
+        search(preset("tiny"), Cluster.parse("h100:8x8"), 128, 1)
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        search(preset("tiny"), Cluster.parse("h100:1x1"), 128, 0)
+
+
+def test_neighbours_of_a_layout_that_does_not_fit() -> None:
+    layout = Layout.parse("dp=8,microbatches=2,precision=bf16,reduce_dtype=bf16")
+    plan = price_with_neighbours(Pricer(preset("llama-3.1-8b"), Cluster.parse("h100:1x8"), 8192), layout)
+    assert not plan.fits
+    assert plan.candidates
+    assert all((candidate.memory_bytes or 0) < 80 * GIB for candidate in plan.candidates)
+    assert all(candidate.reason for candidate in plan.rejected)
+    assert {near.world_size for near in neighbours(layout)} == {8}
+
+
+def test_default_batch_is_a_multiple_of_the_gpus() -> None:
+    assert default_global_batch(Cluster.parse("h100:8x8"), 8192) == 512
+    assert default_global_batch(Cluster.parse("h100:72x8"), 8192) == 576
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["shardwright", "plan", *words])
+    code = cli.main()
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = "tp=8,pp=2,dp=4,zero=1,schedule=1f1b,microbatches=16"
+    code, out, _ = run(capsys, monkeypatch, "llama-3.1-70b", "--cluster", "h100-80gb:8x8", "--layout", layout, "--json")
+    plan = json.loads(out)
+    assert code == 0
+    assert set(plan) >= KEYS
+    assert plan["fits"] is True
+    heaviest, lighter = plan["memory"]
+    assert heaviest["total"] > lighter["total"]
+    parts = sum(heaviest[name] for name in ("parameters", "gradients", "optimizer", "activations", "buffers"))
+    assert parts == heaviest["total"] < heaviest["capacity"] == 80 * GIB
+    assert set(plan["communication"][0]) == {
+        "axis", "verb", "tensor", "phase", "bytes_per_gpu", "count", "link", "seconds", "exposed_seconds"
+    }  # fmt: skip
+    assert plan["pipeline"]["in_flight"] == [2, 1]
+    assert Layout.parse(plan["layout"]).precision == "bf16"
+    assert any("bf16" in line for line in plan["assumptions"])
+
+
+def test_exit_code_and_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = run(capsys, monkeypatch, "llama-3.1-70b", "--cluster", "h100:1x8", "--layout", "tp=8")
+    assert code == 1
+    assert "does not fit" in out
+    assert "it lacks" in " ".join(out.split())
+    code, out, _ = run(capsys, monkeypatch, "tiny", "--cluster", "h100:1x2", "--top", "2", "--global-batch", "8")
+    assert code == 0
+    assert "Candidates" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nothing", "--cluster", "h100:1x8"), "neither a preset nor a file"),
+        (("tiny", "--cluster", "h100:0x8"), "both must be at least 1"),
+        (("tiny", "--cluster", "z9:1x8"), "no chip 'z9'"),
+        (("tiny", "--cluster", "h100:1x8", "--layout", "tp=3,dp=2"), "tp=3 must divide"),
+        (("tiny", "--cluster", "h100:1x8", "--layout", "dp=8", "--global-batch", "12"), "must divide the global batch"),
+        (("tiny",), "Missing option '--cluster'|missing option"),
+    ],
+)
+def test_mistakes_get_one_line(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = run(capsys, monkeypatch, *words)
+    assert code == 2
+    assert out == ""
+    assert re.search(message, err)
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_what_a_layout_leaves_out() -> None:
+    cluster = Cluster.parse("h100:1x8")
+    layout = plan_layout("dp=4,micro_batch=2", cluster, 64)
+    assert (layout.microbatches, layout.precision, layout.reduce_dtype) == (8, "bf16", "bf16")
+    assert plan_layout("precision=fp32", cluster, None).reduce_dtype == "fp32"
+    assert plan_layout("reduce_dtype=fp32", cluster, None).reduce_dtype == "fp32"
+    with pytest.raises(LayoutError, match=r"=8 is not the global batch of 16"):
+        plan_layout("dp=4,microbatches=2", cluster, 16)
+
+
+def test_models_from_toml(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npreset = "tiny"\nnum_layers = 3\n')
+    assert load_model(str(file)).num_layers == 3
+    assert make_plan(str(file), "h100:1x1", "dp=1", 64, None, 5).plan.model.num_layers == 3
+    file.write_text("[train]\nsteps = 1\n")
+    with pytest.raises(ConfigError, match=r"has no table \[model\]"):
+        load_model(str(file))
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_model(str(tmp_path / "none.toml"))
