@@ -196,6 +196,7 @@ class Run:
         self.run_dir = Path(config.train.run_dir)
         self.is_main = mesh.rank == 0
         self.trainer = Trainer(config, mesh, device)
+        self.trainer.executor.note = env.note
         self.step, self.samples = 0, 0
         self.checkpoint: Path | None = None
         self._restore()

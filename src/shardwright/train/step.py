@@ -150,6 +150,8 @@ class Trainer:
         tokens, stop = self._agree(sum(batch.num_valid for batch in batches))
         loss_sum = self.gradients(batches, step, tokens)
         busy = time.perf_counter() - start
+        if self.executor.note is not None:
+            self.executor.note(f"step {step}, reduction and update")
         timings = self.buckets.finish()
         if self.on_gradients is not None:
             self.on_gradients(self)
