@@ -156,7 +156,7 @@ class Trainer:
         if self.on_gradients is not None:
             self.on_gradients(self)
         with self.mesh.recorder.phase("update"):
-            norm = _read(global_norm(self.buckets, self.mesh))
+            norm = _read(global_norm(self.buckets, self.mesh, self.device))
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
         finite = norm - norm == 0.0  # false for inf and nan
         if finite:

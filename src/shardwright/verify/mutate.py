@@ -228,7 +228,7 @@ def _other_order(trainer: Trainer) -> None:
     """All pipeline ranks but the first take the micro-batches in reverse."""
     run = trainer.executor.run
     if trainer.mesh.pp.rank > 0:
-        trainer.executor.run = lambda batches, scale: run(batches[::-1], scale)  # type: ignore[method-assign]
+        trainer.executor.run = lambda batches, scale: run(batches[::-1], scale)  # type: ignore[method-assign,assignment]
 
 
 def _forget_deferred(trainer: Trainer) -> None:
