@@ -27,6 +27,8 @@ class DistWork(Work):
         return self._done  # gloo tells of a send or a receive in no other way than by wait
 
     def wait(self) -> None:
+        if self._done:  # a second wait for one of gloo's sends would wait for another send
+            return
         try:
             self._work.wait()
             self._done = True

@@ -134,10 +134,10 @@ class Executor:
         return self._loss
 
     def _act(self, action: Action) -> None:
-        if self.on_action is not None:
-            self.on_action(action)
         if self.note is not None:
             self.note(_in_words(action))
+        if self.on_action is not None:
+            self.on_action(action)
         start = time.perf_counter()
         try:
             with self.recorder.phase(_PHASES[action.kind]):

@@ -74,6 +74,13 @@ def check_supported(config: RunConfig) -> None:
             )
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
+    if config.model.tied_head and layout.schedule.startswith("file:"):
+        place = make_schedule(layout).placement
+        if place[0] != place[-1] and {place[0], place[-1]} != {0, layout.pp - 1}:
+            raise LayoutError(
+                f"{layout.schedule} has the first stage on rank {place[0]} and the last on rank {place[-1]}, and the head is "
+                f"tied to the embedding; put them on ranks 0 and {layout.pp - 1}, or both on one rank"
+            )
     for spec in parameter_specs(config.model).values():
         spec.reduce_axes(layout)  # refuses KV heads that only some ranks of tp share
 
