@@ -45,6 +45,8 @@ class ShmWork(Work):
 
     __slots__ = ("_callbacks", "done", "flight", "name", "what")
 
+    done: bool
+
     def __init__(self, flight: InFlight, what: str, name: str) -> None:
         self.flight, self.what, self.name = flight, what, name
         self.done = False

@@ -52,6 +52,10 @@ class _RecordedWork(Work):
         self._entry.exposed_seconds += now - before
         self._entry.seconds += now - self._start
 
+    @property
+    def done(self) -> bool:
+        return self._work.done
+
     def on_done(self, callback: Callable[[], None]) -> None:
         self._work.on_done(callback)
 

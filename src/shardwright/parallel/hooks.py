@@ -40,6 +40,10 @@ class _Chain(Work):
     def __init__(self, first: Work, then: Callable[[], None]) -> None:
         self._first, self._then = first, then
 
+    @property
+    def done(self) -> bool:
+        return False
+
     def wait(self) -> None:
         self._first.wait()
         self._then()

@@ -10,7 +10,8 @@ reduction, later gather and free) happens here, never in autograd or module hook
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,8 +21,11 @@ from torch import Tensor
 
 from shardwright.comm.base import Comm, Work
 from shardwright.comm.record import Recorder
+from shardwright.errors import RankError
 from shardwright.ops.gradients import GradQueue
 from shardwright.schedule.action import Action, Kind, Schedule
+from shardwright.schedule.passes import receives_to_post
+from shardwright.schedule.simulate import Span
 
 
 class MicroBatch(Protocol):
@@ -65,6 +69,9 @@ class Executor:
     ``recompute``: ``full`` keeps a unit's input only and runs its forward again before its backward. ``token_shards``:
     ranks that the tokens between units are split over (tp with sequence parallelism); stages exchange T / token_shards
     rows.
+
+    After a step ``spans`` has the start and end of each action (``time.perf_counter``; on CUDA, when it was launched) and
+    ``most_in_flight`` the most micro-batches that each stage held. ``note`` is told what the rank is at, in words.
     """
 
     def __init__(
@@ -83,9 +90,13 @@ class Executor:
         self.schedule, self.stages, self.pp, self.reducer, self.recorder = schedule, stages, pp, reducer, recorder
         self.recompute, self.dtype = recompute, dtype
         self._order = self._incoming()
+        self._posted = max(1, receives_to_post(schedule))  # so many per neighbour: then even sends that block end
         self._sends: deque[tuple[Work, Tensor]] = deque()
-        self._most_sends = 2 * schedule.num_stages + 2  # older ones have long been taken
+        self._most_sends = 2 * schedule.num_stages + 2  # where a transport does not tell what has been taken
+        self.spans: list[Span] = []
+        self.most_in_flight: Counter[int] = Counter()
         self.on_action: Callable[[Action], None] | None = None
+        self.note: Callable[[str], None] | None = None
         self._handlers: dict[Kind, Callable[[int, int], None]] = {
             Kind.F: self._forward,
             Kind.B: lambda stage, m: self._backward(stage, m, defer=True),
@@ -109,21 +120,38 @@ class Executor:
         self._expected = {source: deque(order) for source, order in self._order.items()}
         self._arriving: dict[Action, tuple[Work, Tensor]] = {}
         self._weights_done = dict.fromkeys(self.stages, 0)
+        self._held: Counter[int] = Counter()
+        self.spans, self.most_in_flight = [], Counter()
         self._loss = torch.zeros((), dtype=loss_scale.dtype, device=loss_scale.device)
+        for source in self._expected:
+            for _ in range(min(self._posted, len(self._expected[source]))):
+                self._post_receive(source)
         for action in self.schedule.rows[self.pp.rank]:
-            if self.on_action is not None:
-                self.on_action(action)
-            with self.recorder.phase(_PHASES[action.kind]):
-                self._handlers[action.kind](action.stage, action.microbatch)
+            self._act(action)
         while self._sends:
             self._sends.popleft()[0].wait()
         assert not self._in_flight, f"micro-batches left in flight: {sorted(self._in_flight)}"
         return self._loss
 
+    def _act(self, action: Action) -> None:
+        if self.note is not None:
+            self.note(_in_words(action))
+        if self.on_action is not None:
+            self.on_action(action)
+        start = time.perf_counter()
+        try:
+            with self.recorder.phase(_PHASES[action.kind]):
+                self._handlers[action.kind](action.stage, action.microbatch)
+        except RankError as error:
+            raise RankError(f"{error}; the rank was at {_in_words(action)}", rank=error.rank) from error
+        self.spans.append(Span(action, start, time.perf_counter()))
+
     # -- compute -----------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, m: int) -> None:
         flight = self._in_flight[stage, m] = _InFlight()
+        self._held[stage] += 1
+        self.most_in_flight[stage] = max(self.most_in_flight[stage], self._held[stage])
         microbatch = self._microbatches[m]
         x = microbatch.tokens if stage == 0 else self._activations.pop((stage, m))
         for unit in self.stages[stage].units.values():
@@ -185,6 +213,7 @@ class Executor:
 
     def _microbatch_written(self, stage: int, m: int) -> None:
         self._weights_done[stage] += 1
+        self._held[stage] -= 1
         del self._in_flight[stage, m]
 
     # -- neighbours --------------------------------------------------------------------------------------
@@ -206,11 +235,11 @@ class Executor:
     def _send(self, tensor: Tensor, to: int, name: str) -> None:
         tensor = tensor.contiguous()
         self._sends.append((self.pp.send(tensor, to, name=name), tensor))
-        while len(self._sends) > self._most_sends:
+        while self._sends and (self._sends[0][0].done or len(self._sends) > self._most_sends):
             self._sends.popleft()[0].wait()
 
     def _arrived(self, action: Action) -> Tensor:
-        """What ``action`` receives. Receives are posted in the order in which the neighbour sends, one ahead."""
+        """What ``action`` receives. Receives are posted in the order in which the neighbour sends, some ahead."""
         source = self._source(action)
         while action not in self._arriving:
             self._post_receive(source)
@@ -267,6 +296,10 @@ class Executor:
             elif place[stage + 1] != self.pp.rank:
                 self._send(x, place[stage + 1], f"activations.{stage}")
         return loss
+
+
+def _in_words(action: Action) -> str:
+    return f"stage {action.stage}, action {action}, micro-batch {action.microbatch}"
 
 
 _PHASES = {kind: ("B" if kind in (Kind.BW, Kind.SEND_B, Kind.RECV_B) else kind.value) for kind in Kind} | {

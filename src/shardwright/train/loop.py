@@ -37,6 +37,7 @@ from shardwright.train.peak import peak_flops
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.state import full_tensors, local_tensors
 from shardwright.train.step import StepResult, Trainer, check_supported
+from shardwright.train.timeline import RankClock, pipeline_report, write_trace
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,9 @@ class Run:
         self.run_dir = Path(config.train.run_dir)
         self.is_main = mesh.rank == 0
         self.trainer = Trainer(config, mesh, device)
+        self.trainer.executor.note = env.note
+        place = mesh.coordinates
+        self.clock = RankClock(mesh.rank, place["pp"], ", ".join(f"{axis} {place[axis]}" for axis in ("pp", "dp", "tp")))
         self.step, self.samples = 0, 0
         self.checkpoint: Path | None = None
         self._restore()
@@ -219,6 +223,8 @@ class Run:
                 batches, waited = prefetch.next()
                 result = self.trainer.step(batches, self.step)
                 seconds = time.perf_counter() - start
+                executor = self.trainer.executor
+                self.clock.add(executor.spans, executor.most_in_flight, trace=self.options.profile)
                 self.step += 1
                 self.samples = sampler.first_sample(self.step)
                 self.last_ledger, stopped = result.ledger, result.stop
@@ -234,7 +240,7 @@ class Run:
                     profiler.step()
         if writer is not None:
             writer.close()
-        return self._summary(losses, stopped)
+        return self._summary(losses, stopped) | self._pipeline()
 
     def _record(self, result: StepResult, seconds: float, waited: float, evaluated: bool) -> dict[str, Any]:
         config = self.config
@@ -290,6 +296,18 @@ class Run:
             }
             (self.run_dir / "ledger.json").write_text(json.dumps(table, indent=2), encoding="utf-8")
         return summary
+
+    def _pipeline(self) -> dict[str, Any]:
+        """``pipeline``: rank 0's pipeline, measured and simulated; and the lanes of all ranks in the trace, if asked for."""
+        if self.config.layout.pp == 1:
+            return {}
+        if self.options.profile:
+            everybody = self.mesh.world.gather_objects(self.clock)
+            if self.is_main:
+                write_trace(self.run_dir / "trace.json", everybody)
+        self.clock.traced.clear()
+        report = pipeline_report(self.trainer.executor.schedule, self.mesh.pp.gather_objects(self.clock))
+        return {} if report is None else {"pipeline": report.to_json()}
 
     # -- data and evaluation -------------------------------------------------------------------------------
 

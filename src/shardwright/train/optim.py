@@ -132,12 +132,13 @@ class FlatOptimizer:
         return sum(flat.nbytes for flats in self.state.values() for flat in flats)
 
 
-def global_norm(buckets: GradientBuckets, mesh: Mesh) -> Tensor:
+def global_norm(buckets: GradientBuckets, mesh: Mesh, device: torch.device | None = None) -> Tensor:
     """The norm of the full gradient, each distinct parameter counted once; a scalar, equal on every rank.
 
     Squares are summed over the axes that shard a parameter only; over pp, whose stages hold different parameters, all.
+    ``device``: where the scalar is on a rank that trains nothing, as all of its stages are frozen.
     """
-    held = _zero_scalar(buckets)
+    held = _zero_scalar(buckets, mesh, device)
     sharded = held.clone()
     for bucket in buckets.buckets:
         if bucket.plan.copy:
@@ -155,10 +156,13 @@ def global_norm(buckets: GradientBuckets, mesh: Mesh) -> Tensor:
     return total.sqrt()
 
 
-def _zero_scalar(buckets: GradientBuckets) -> Tensor:
-    """A zero scalar of the gradients' dtype and device."""
-    first = buckets.buckets[0].gradients if buckets.buckets else torch.zeros(1)
-    return torch.zeros((), dtype=first.dtype, device=first.device)
+def _zero_scalar(buckets: GradientBuckets, mesh: Mesh, device: torch.device | None) -> Tensor:
+    """A zero scalar of the gradients' dtype and device, the same dtype on a rank without gradients."""
+    if buckets.buckets:
+        first = buckets.buckets[0].gradients
+        return torch.zeros((), dtype=first.dtype, device=first.device)
+    dtype = torch.float64 if mesh.layout.precision == "fp64" else torch.float32
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 @torch.no_grad()

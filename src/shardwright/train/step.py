@@ -78,6 +78,13 @@ def check_supported(config: RunConfig) -> None:
         raise LayoutError(
             f"train.compile=true with tp={layout.tp}: a block's collectives cannot be compiled; use tp=1 or leave compile out"
         )
+    if config.model.tied_head and layout.schedule.startswith("file:"):
+        place = make_schedule(layout).placement
+        if place[0] != place[-1] and {place[0], place[-1]} != {0, layout.pp - 1}:
+            raise LayoutError(
+                f"{layout.schedule} has the first stage on rank {place[0]} and the last on rank {place[-1]}, and the head is "
+                f"tied to the embedding; put them on ranks 0 and {layout.pp - 1}, or both on one rank"
+            )
     for spec in parameter_specs(config.model).values():
         spec.reduce_axes(layout)  # refuses KV heads that only some ranks of tp share
 
@@ -154,11 +161,13 @@ class Trainer:
         tokens, stop = self._agree(sum(batch.num_valid for batch in batches))
         loss_sum = self.gradients(batches, step, tokens)
         busy = time.perf_counter() - start
+        if self.executor.note is not None:
+            self.executor.note(f"step {step}, reduction and update")
         timings = self.buckets.finish()
         if self.on_gradients is not None:
             self.on_gradients(self)
         with self.mesh.recorder.phase("update"):
-            norm = _read(global_norm(self.buckets, self.mesh))
+            norm = _read(global_norm(self.buckets, self.mesh, self.device))
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
         finite = norm - norm == 0.0  # false for inf and nan
         if finite:

@@ -104,6 +104,30 @@ class _LeaveOut(ForwardingComm):
         return Work()
 
 
+class _LoseSends(ForwardingComm):
+    """Sends zeros instead of the tensors whose name starts with ``prefix``."""
+
+    def __init__(self, inner: Comm, prefix: str) -> None:
+        super().__init__(inner)
+        self.prefix = prefix
+
+    def send(self, tensor: Tensor, to: int, *, name: str) -> Work:
+        return super().send(torch.zeros_like(tensor) if name.startswith(self.prefix) else tensor, to, name=name)
+
+
+class _OwnPart(ForwardingComm):
+    """Leaves out all-reduces over one axis whose tensor's name starts with ``prefix``: the rank's own part stays."""
+
+    def __init__(self, inner: Comm, axis: str, prefix: str) -> None:
+        super().__init__(inner)
+        self.meant, self.prefix = axis, prefix
+
+    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
+        if self.axis == self.meant and name.startswith(self.prefix):
+            return Work()
+        return super().all_reduce_start(tensor, op, name=name)
+
+
 class _ScaleAllReduce(ForwardingComm):
     """Averages where a sum is due (the classic factor of the data-parallel size)."""
 
@@ -200,6 +224,25 @@ def _norm_counts_copies(trainer: Trainer) -> None:
         bucket.plan = replace(bucket.plan, shard_axes=("tp",))
 
 
+def _other_order(trainer: Trainer) -> None:
+    """All pipeline ranks but the first take the micro-batches in reverse."""
+    run = trainer.executor.run
+    if trainer.mesh.pp.rank > 0:
+        trainer.executor.run = lambda batches, scale: run(batches[::-1], scale)  # type: ignore[method-assign,assignment]
+
+
+def _forget_deferred(trainer: Trainer) -> None:
+    """What a B leaves for its W is lost."""
+    queue = trainer.buckets.queue
+    take = queue.take
+
+    def take_nothing() -> list[Callable[[], None]]:
+        take()
+        return []
+
+    queue.take = take_nothing  # type: ignore[method-assign]
+
+
 def _one_document(batch: MicroBatch) -> MicroBatch:
     return replace(batch, lengths=(len(batch.tokens),))
 
@@ -290,9 +333,31 @@ TENSOR_MUTATIONS = {
 """Those that need tp > 1."""
 
 
+PIPELINE_MUTATIONS = {
+    mutation.name: mutation
+    for mutation in (
+        Mutation("lose-activations", "a stage computes on what never arrived", lambda comm: _LoseSends(comm, "activations")),
+        Mutation(
+            "lose-activation-gradients",
+            "stages before the last get no gradient",
+            lambda comm: _LoseSends(comm, "activation_gradients"),
+        ),
+        Mutation("swap-micro-batches", "stages take the micro-batches in different orders", trainer=_other_order),
+        Mutation(
+            "drop-tied-gradients",
+            "the copies of a tied weight are trained by one of its uses each",
+            lambda comm: _OwnPart(comm, "tied", "gradients"),
+        ),
+        Mutation("stage-norm", "each stage clips by its own norm", lambda comm: _OwnPart(comm, "pp", "norm")),
+        Mutation("forget-deferred", "weight gradients put off by B never come", trainer=_forget_deferred),
+    )
+}
+"""Those that need pp > 1: the tied one a tied head on another rank than the embedding, the last a schedule with W."""
+
+
 def find_mutation(name: str) -> Mutation:
     """The mutation of that name; raises `ConfigError` with the known ones."""
-    known = MUTATIONS | TENSOR_MUTATIONS
+    known = MUTATIONS | TENSOR_MUTATIONS | PIPELINE_MUTATIONS
     if name not in known:
         raise ConfigError(f"mutation {name!r} is not known; {did_you_mean(name, known)}")
     return known[name]
