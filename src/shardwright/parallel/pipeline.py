@@ -64,7 +64,7 @@ class Executor:
 
     ``recompute``: ``full`` keeps a unit's input only and runs its forward again before its backward. ``token_shards``:
     ranks that the tokens between units are split over (tp with sequence parallelism); stages exchange T / token_shards
-    rows.
+    rows. ``reduce_each``: the reducer hears of every micro-batch's W, not of the last one's only.
     """
 
     def __init__(
@@ -78,8 +78,9 @@ class Executor:
         recompute: str = "none",
         dtype: torch.dtype = torch.float32,
         token_shards: int = 1,
+        reduce_each: bool = False,
     ) -> None:
-        self.token_shards = token_shards
+        self.token_shards, self.reduce_each = token_shards, reduce_each
         self.schedule, self.stages, self.pp, self.reducer, self.recorder = schedule, stages, pp, reducer, recorder
         self.recompute, self.dtype = recompute, dtype
         self._order = self._incoming()
@@ -180,7 +181,7 @@ class Executor:
         self._microbatch_written(stage, m)
 
     def _unit_written(self, stage: int, unit: str) -> None:
-        if self._weights_done[stage] + 1 == self.schedule.num_microbatches:
+        if self.reduce_each or self._weights_done[stage] + 1 == self.schedule.num_microbatches:
             self.reducer.unit_done(unit)
 
     def _microbatch_written(self, stage: int, m: int) -> None:

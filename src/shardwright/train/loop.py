@@ -200,6 +200,7 @@ class Run:
         self.checkpoint: Path | None = None
         self._restore()
         self.trainer.buckets.check_replicas()
+        self.mesh.recorder.take()  # what setting up has sent is no part of the first step
         self.peak_flops = peak_flops(config, device)
         self.last_ledger = Ledger()
         self.valid_loss: float | None = None
@@ -364,10 +365,15 @@ class Run:
 
     def _copy_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         trainer = self.trainer
-        named = trainer.parameters.items()
-        copy_weights(named, trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
-        masters = trainer.buckets.named("master").items()  # in fp32 also where the parameters are not
-        copy_weights(masters, trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
+
+        def write(name: str, view: torch.Tensor) -> None:
+            copy_weights([(name, view)], trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
+
+        for name, parameter in trainer.parameters.items():
+            if not parameter.requires_grad:
+                write(name, parameter)
+        for bucket in trainer.buckets.buckets:  # masters in fp32 also where the parameters are not
+            bucket.fill_parameters(write)
 
     def _maybe_save(self, last: bool) -> None:
         every = self.config.train.save_every
@@ -394,6 +400,7 @@ class Run:
         frozen = tuple(self.config.train.freeze)
         trained = [name for name in specs if not (frozen and name.startswith(frozen))]
         weights = {name: parameter.detach() for name, parameter in trainer.parameters.items()}
+        weights |= trainer.buckets.named("parameters")
         optimizer = trainer.optimizer.named_state()
         return CheckpointState(
             step=self.step,

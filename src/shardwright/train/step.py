@@ -31,6 +31,7 @@ from shardwright.schedule.passes import add_communication
 from shardwright.train.data import MicroBatch
 from shardwright.train.optim import FlatOptimizer, clip, global_norm, learning_rate
 
+BUILT_STAGES = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -66,18 +67,40 @@ def check_supported(config: RunConfig) -> None:
     """Refuse, before any process starts, what training cannot do yet."""
     layout = config.layout
     usual = Layout()
-    for name in ("cp", "ep", "zero", "dp_replicate", "offload", "delayed_update"):
+    for name in ("cp", "ep", "offload", "delayed_update"):
         if getattr(layout, name) != getattr(usual, name):
             raise LayoutError(
                 f"{name}={getattr(layout, name)} can be planned but not trained yet; "
-                f"train with dp, tp, pp, microbatches and recompute, and leave {name} out"
+                f"train with dp, tp, pp, zero, microbatches and recompute, and leave {name} out"
             )
+    _check_zero(config)
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
     if layout.comm == "shm":
         raise LayoutError("comm=shm is not built yet; use comm=auto (gloo on CPU, NCCL on CUDA)")
     for spec in parameter_specs(config.model).values():
         spec.reduce_axes(layout)  # refuses KV heads that only some ranks of tp share
+
+
+def _check_zero(config: RunConfig) -> None:
+    layout = config.layout
+    if layout.zero > BUILT_STAGES:
+        raise LayoutError(f"zero={layout.zero} can be planned but not trained yet; use zero=1 or zero=2")
+    if layout.dp_replicate > 1 and not layout.zero:
+        raise LayoutError(
+            f"dp_replicate={layout.dp_replicate} makes replicas of shards, and with zero=0 nothing is sharded; "
+            "set zero=1 or more, or leave dp_replicate out"
+        )
+    if layout.accumulate == "reduce" and layout.zero < 2:
+        raise LayoutError(
+            f"accumulate=reduce saves memory only where gradients are sharded, and with zero={layout.zero} they are not; "
+            "set zero=2, or leave accumulate out"
+        )
+    if layout.zero >= 2 and config.train.compile:
+        raise LayoutError(
+            f"zero={layout.zero} needs gradients that are written in place, which compiled blocks do not; "
+            "use zero=1 or train.compile=false"
+        )
 
 
 class Trainer:
@@ -109,7 +132,7 @@ class Trainer:
         direct = not config.train.compile
         hook = hook or hook_for(self.layout.reduce_dtype)
         check_reduction(hook, "sum", "training divides the loss by the tokens of the whole batch")
-        self.buckets = GradientBuckets(plans, trained, mesh, hook, direct=direct)
+        self.buckets = GradientBuckets(plans, trained, mesh, hook, direct=direct, layout=self.layout)
         self.optimizer = FlatOptimizer(config.optim, self.buckets.buckets)
         if config.train.compile:
             self.model.compile_blocks()
@@ -123,6 +146,7 @@ class Trainer:
             recompute=self.layout.recompute,
             dtype=dtype,
             token_shards=self.layout.tp if self.layout.sequence_parallel else 1,
+            reduce_each=self.layout.num_reductions > 1,
         )
         self.stop_requested = False
         self.on_gradients: Callable[[Trainer], None] | None = None
@@ -161,7 +185,8 @@ class Trainer:
         finite = norm - norm == 0.0  # false for inf and nan
         if finite:
             clip(self.buckets, norm, self.config.optim.clip)
-            self.optimizer.step(lr)
+            with self.mesh.recorder.phase("update"):
+                self.optimizer.step(lr)
         loss, every_busy = self._gather_metrics(loss_sum, busy)
         ledger = self.mesh.recorder.take()
         ledger.buckets = timings
