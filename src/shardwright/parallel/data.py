@@ -2,7 +2,8 @@
 behind them sharded (ZeRO; Rajbhandari et al. 2020).
 
 DDP:   batch[dp]  |  parameters, gradients, optimizer state on every rank
-ZeRO:  stage 1 optimizer state / N, stage 2 gradients / N too  |  N = dp * cp / dp_replicate ranks
+ZeRO:  stage 1 optimizer state / N, stage 2 gradients / N too, stage 3 parameters too (`parallel.gather`)  |  N = dp * cp
+       / dp_replicate ranks
 sends  DDP 2 (N-1)/N of the gradient bytes per rank and step, in one **all-reduce** per bucket (N = dp * cp ranks); stages 1
 and 2 as much: one **reduce-scatter** of the gradients, one **all-gather** of the updated parameters.
 
@@ -69,7 +70,8 @@ class Bucket:
 
     With ``zero`` >= 1 ``master`` and ``gradients`` are this rank's shard over ``shard``. ``whole`` is the buffer that
     gradients are written to: ``gradients`` itself (stage 0), a buffer of which it is a part (1), or one that is there from
-    the first gradient of a step to the end of its reduction only (2).
+    the first gradient of a step to the end of its reduction only (2, 3). In stage 3 ``parameters`` is a shard too, and
+    ``full`` is what is gathered of it for a while.
     """
 
     def __init__(
@@ -90,22 +92,28 @@ class Bucket:
         self.dtype = first.dtype if not wide or first.dtype == torch.float64 else torch.float32
         self.device = first.device
         self._mover = shard if zero else comms[0] if comms else shard
-        allocate = self._empty if zero else self._plain
-        self.parameters = allocate(self.num_elements, first.dtype)
-        self.parameters[plan.numel :].zero_()
-        for member, view in self.views(self.parameters):
-            parameter = parameters[member]
+        self._modules = [parameters[member.name] for member in plan.members]
+        self.full: Tensor | None = None
+        self._arriving: Work | None = None
+        allocate = self._empty if zero in (1, 2) else self._plain
+        whole = allocate(self.num_elements, first.dtype)
+        whole[plan.numel :].zero_()
+        for parameter, (_, view) in zip(self._modules, self.views(whole), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
+        self.parameters = whole
+        if zero == 3:
+            self.parameters = self._empty(width, first.dtype)
+            self.parameters.copy_(whole[self.own])
+            self._show(None)
         own = self.own_parameters
         self.has_master = first.dtype != self.dtype
         self.master = own.to(self.dtype) if self.has_master else own
-        self.whole: Tensor | None = None
         if zero <= 1:
-            self.whole = self.new_gradients()
+            self.whole: Tensor | None = self.new_gradients()
             self.gradients = self.whole[self.own]
         else:
-            self.gradients = self._empty(width, self.dtype)
+            self.whole, self.gradients = None, self._empty(width, self.dtype)
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return self._mover.empty(size, dtype, self.device)
@@ -122,7 +130,7 @@ class Bucket:
     @property
     def own_parameters(self) -> Tensor:
         """What this rank updates, in the compute dtype."""
-        return self.parameters[self.own]
+        return self.parameters if self.zero == 3 else self.parameters[self.own]
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(name, view of its shape) for each member of a flat tensor of this bucket's size."""
@@ -145,9 +153,46 @@ class Bucket:
         own = self.own_parameters
         if self.has_master:
             own.copy_(self.master)
-        if self.zero == 0:
+        if self.zero not in (1, 2):
             return Work()
         return self.shard.all_gather_start(self.parameters, own, name=self.plan.gather_name)
+
+    # -- parameters that are gathered for a while (stage 3) ----------------------------------------------
+
+    @property
+    def gathered_in_place(self) -> bool:
+        """Whether the parameters are whole now and not on their way."""
+        return self.full is not None and self._arriving is None
+
+    def start_gather(self) -> int:
+        """Start to gather the parameters from all ranks of ``shard``; returns the bytes of the buffer."""
+        assert self.full is None, f"{self.name} is gathered twice"
+        self.full = self._empty(self.num_elements, self.parameters.dtype)
+        self._arriving = self.shard.all_gather_start(self.full, self.parameters, name=self.plan.gather_name)
+        return self.full.nbytes
+
+    def finish_gather(self) -> None:
+        """Wait for the gather and give the module's parameters their values."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+            self._show(self.full)
+
+    def free(self) -> int:
+        """Take the gathered values from the module's parameters; returns the bytes that are free again."""
+        assert self.full is not None and self._arriving is None, f"{self.name} is not gathered"
+        freed, self.full = self.full.nbytes, None
+        self._show(None)
+        return freed
+
+    def _show(self, whole: Tensor | None) -> None:
+        if whole is None:
+            nothing = torch.full((), torch.nan, dtype=self.parameters.dtype, device=self.device)
+            for parameter, member in zip(self._modules, self.plan.members, strict=True):
+                parameter.data = nothing.expand(member.shape)
+        else:
+            for parameter, (_, view) in zip(self._modules, self.views(whole), strict=True):
+                parameter.data = view
 
     # -- the bucket as a whole, for checkpoints and comparisons ------------------------------------------
 
@@ -161,7 +206,9 @@ class Bucket:
 
     def named(self, kind: str) -> dict[str, Tensor]:
         """Whole tensors by name; ``kind`` is ``gradients``, ``master`` or ``parameters``."""
-        if kind == "parameters" or (kind == "master" and not self.has_master):
+        if kind == "master" and not self.has_master:
+            kind = "parameters"
+        if kind == "parameters" and self.zero <= 2:
             return dict(self.views(self.parameters))
         return dict(self.views(self.gathered(getattr(self, kind))))
 
@@ -175,8 +222,11 @@ class Bucket:
 
     def fill_parameters(self, write: Callable[[str, Tensor], None]) -> None:
         """New values for the parameters, and for the master in its own precision."""
-        for name, view in self.views(self.parameters):
-            write(name, view)
+        if self.zero == 3:
+            self.fill(self.parameters, write)
+        else:
+            for name, view in self.views(self.parameters):
+                write(name, view)
         if self.has_master:
             self.fill(self.master, write)
 
@@ -189,7 +239,7 @@ def _fingerprint(tensor: Tensor) -> int:
 
 
 @dataclass
-class _Launch:
+class Launch:
     """One reduction of one bucket that was started. ``part``: its shard, to be added to the sum of earlier ones."""
 
     index: int
@@ -283,8 +333,8 @@ class GradientBuckets:
         self._written = [dict.fromkeys(bucket.plan.units, 0) for bucket in self.buckets]
         self._num_launched = [0] * len(self.buckets)
         self._ready: list[float | None] = [None] * len(self.buckets)
-        self._launched: list[_Launch] = []
-        self._in_flight: deque[_Launch] = deque()
+        self._launched: list[Launch] = []
+        self._in_flight: deque[Launch] = deque()
         self._origin = time.perf_counter()
 
     def unit_done(self, unit: str) -> None:
@@ -317,7 +367,7 @@ class GradientBuckets:
         self._launch_ready()
         with self.mesh.recorder.phase("reduce"):
             for launch in self._launched:
-                self._wait(launch)
+                self.wait_for(launch)
             self._sum_shards()
         return self._timings()
 
@@ -356,7 +406,7 @@ class GradientBuckets:
         assert bucket.whole is not None
         with self.mesh.recorder.phase("reduce"):
             if self.whole_gradients:
-                launch = _Launch(index, self.hook.start(bucket.whole, bucket.comms, bucket.name), launched)
+                launch = Launch(index, self.hook.start(bucket.whole, bucket.comms, bucket.name), launched)
             else:
                 launch = self._scatter(index, bucket.whole, launched)
         self._num_launched[index] += 1
@@ -364,15 +414,15 @@ class GradientBuckets:
         # may be called late, from another thread
         launch.work.on_done(lambda: setattr(launch, "end", launch.end or self._now()))
 
-    def _scatter(self, index: int, whole: Tensor, launched: float) -> _Launch:
+    def _scatter(self, index: int, whole: Tensor, launched: float) -> Launch:
         """Start the sum over the shard axis; each rank gets its shard, and a temporary buffer is given up."""
         bucket, hook = self.buckets[index], self.hook
         assert isinstance(hook, ShardHook)
         while self.zero >= 2 and len(self._in_flight) >= MOST_IN_FLIGHT:
-            self._wait(self._in_flight.popleft())
+            self.wait_for(self._in_flight.popleft())
         part = torch.empty_like(bucket.gradients) if self._num_launched[index] else None
         target = bucket.gradients if part is None else part
-        launch = _Launch(index, hook.scatter(whole, target, bucket.shard, bucket.name), launched, part)
+        launch = Launch(index, hook.scatter(whole, target, bucket.shard, bucket.name), launched, part)
         if self.zero >= 2:
             launch.buffer, bucket.whole = whole, None
             for slot in self._slots[index]:
@@ -380,7 +430,8 @@ class GradientBuckets:
             self._in_flight.append(launch)
         return launch
 
-    def _wait(self, launch: _Launch) -> None:
+    def wait_for(self, launch: Launch) -> None:
+        """Return when a reduction is done; its shard is added to what was reduced before, its buffer is free."""
         if launch.done:
             return
         before = self._now()
@@ -415,8 +466,8 @@ class GradientBuckets:
     @property
     def reduced(self) -> list[Tensor]:
         """Each bucket's reduced gradients as this rank has them: whole, or its shard."""
-        return [bucket.whole if self.whole_gradients and bucket.whole is not None else bucket.gradients
-                for bucket in self.buckets]
+        whole = self.whole_gradients
+        return [bucket.whole if whole and bucket.whole is not None else bucket.gradients for bucket in self.buckets]
 
     def check_replicas(self) -> None:
         """Refuse to start when ranks that must hold equal parameters do not; names the parameter."""

@@ -42,6 +42,27 @@ class Reducer(Protocol):
     def unit_done(self, unit: str) -> None: ...
 
 
+class Weights(Protocol):
+    """Who is told when a unit's parameters are needed: before and after each of its forward and backward passes."""
+
+    def begin(self) -> None: ...
+    def acquire(self, unit: str) -> None: ...
+    def release(self, unit: str) -> None: ...
+
+
+class Resident:
+    """Parameters that are always there."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def acquire(self, unit: str) -> None:
+        """Nothing to gather."""
+
+    def release(self, unit: str) -> None:
+        """Nothing to free."""
+
+
 @dataclass
 class Stage:
     """One stage: its units by name, in order, and the features of what it takes and hands on."""
@@ -79,7 +100,9 @@ class Executor:
         dtype: torch.dtype = torch.float32,
         token_shards: int = 1,
         reduce_each: bool = False,
+        weights: Weights | None = None,
     ) -> None:
+        self.weights = weights or Resident()
         self.token_shards, self.reduce_each = token_shards, reduce_each
         self.schedule, self.stages, self.pp, self.reducer, self.recorder = schedule, stages, pp, reducer, recorder
         self.recompute, self.dtype = recompute, dtype
@@ -111,6 +134,7 @@ class Executor:
         self._arriving: dict[Action, tuple[Work, Tensor]] = {}
         self._weights_done = dict.fromkeys(self.stages, 0)
         self._loss = torch.zeros((), dtype=loss_scale.dtype, device=loss_scale.device)
+        self.weights.begin()
         for action in self.schedule.rows[self.pp.rank]:
             if self.on_action is not None:
                 self.on_action(action)
@@ -127,7 +151,8 @@ class Executor:
         flight = self._in_flight[stage, m] = _InFlight()
         microbatch = self._microbatches[m]
         x = microbatch.tokens if stage == 0 else self._activations.pop((stage, m))
-        for unit in self.stages[stage].units.values():
+        for name, unit in self.stages[stage].units.items():
+            self.weights.acquire(name)
             x = x.detach()
             if self.recompute == "full":
                 with torch.no_grad():
@@ -136,6 +161,7 @@ class Executor:
                 x = x.requires_grad_(x.is_floating_point())
                 y = unit(x, microbatch)
                 flight.outputs.append(y)
+            self.weights.release(name)
             flight.inputs.append(x)
             x = y
         if stage == self.schedule.num_stages - 1:
@@ -150,6 +176,7 @@ class Executor:
         queue = self.reducer.queue
         queue.defer = defer
         for name, unit in reversed(list(self.stages[stage].units.items())):
+            self.weights.acquire(name)
             x = flight.inputs.pop()
             if self.recompute == "full":
                 x = x.requires_grad_(x.is_floating_point())
@@ -160,6 +187,7 @@ class Executor:
             if y.requires_grad:  # not so for an embedding whose parameters are all frozen
                 torch.autograd.backward(y, gradient.to(y.dtype))
             del y
+            self.weights.release(name)
             if x.grad is not None:
                 gradient, x.grad = x.grad, None
             if defer:
@@ -261,8 +289,10 @@ class Executor:
                 shape = (microbatch.tokens.shape[0] // self.token_shards, units.width)
                 x = torch.empty(shape, dtype=self.dtype, device=microbatch.tokens.device)
                 self.pp.receive(x, place[stage - 1], name=f"activations.{stage - 1}").wait()
-            for unit in units.units.values():
+            for name, unit in units.units.items():
+                self.weights.acquire(name)
                 x = unit(x, microbatch)
+                self.weights.release(name)
             if stage == last:
                 loss = x
             elif place[stage + 1] != self.pp.rank:

@@ -11,6 +11,7 @@ from shardwright.core.ledger import Ledger, ring_bytes
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.specs import TIED, bucket_members, unit_names
 from shardwright.core.stages import split_units
+from shardwright.schedule.gathers import plan_gathers, unit_uses
 from shardwright.schedule.make import make_schedule
 
 REDUCE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -34,7 +35,7 @@ def gradient_buckets(
     """The buckets of one rank, without parameters whose name starts with one of ``frozen``."""
     members = bucket_members(model, layout, layout.grid.coordinates(rank), held_units(model, layout, rank))
     trained = [member for member in members if not (frozen and member.name.startswith(tuple(frozen)))]
-    return plan_buckets(trained, unit_names(model), layout.bucket_mb)
+    return plan_buckets(trained, unit_names(model), layout.bucket_mb, by_unit=layout.zero == 3)
 
 
 def predict_step(
@@ -60,8 +61,11 @@ def predict_step(
         if layout.grid.degree(axis) > 1:
             sent = ring_bytes("all_reduce", 1, wide, layout.grid.degree(axis))
             ledger.add("update", "all_reduce", axis, "norm", sent)
-    for bucket in gradient_buckets(model, layout, frozen, rank):
+    buckets = gradient_buckets(model, layout, frozen, rank)
+    for bucket in buckets:
         bucket_traffic(ledger, layout, bucket)
+    if layout.zero == 3 and layout.num_shards > 1:
+        gather_traffic(ledger, model, layout, buckets, rank)
     if layout.num_shards > 1 and not layout.whole_gradients:
         sent = ring_bytes("all_reduce", 2, wide, layout.num_shards)
         ledger.add("update", "all_reduce", "dp_shard", "norm", sent)
@@ -76,8 +80,8 @@ def bucket_traffic(ledger: Ledger, layout: Layout, bucket: BucketPlan) -> None:
     """Add one step's traffic of one bucket of P elements, padded to the N shards (Rajbhandari et al. 2020, section 7).
 
     ZeRO-1 and 2: (N-1)/N P reduce-scattered, once or after every micro-batch (``accumulate``), and (N-1)/N P gathered in
-    the compute dtype after the update. ``zero1_reduce=allreduce``: 2 (N-1)/N P and the gather. Over tp, between replicas
-    and between tied ends only the shard of P/N elements is summed, once a step.
+    the compute dtype after the update (ZeRO-3: :func:`gather_traffic` instead). ``zero1_reduce=allreduce``: 2 (N-1)/N P
+    and the gather. Over tp, between replicas and between tied ends only the shard of P/N elements is summed, once a step.
     """
     shards = layout.num_shards
     padded = bucket.padded(shards)
@@ -93,9 +97,27 @@ def bucket_traffic(ledger: Ledger, layout: Layout, bucket: BucketPlan) -> None:
             ledger.add("reduce", "reduce_scatter", "dp_shard", bucket.name, sent * times, count=times)
     for axis, size in reductions:
         ledger.add("reduce", "all_reduce", axis, bucket.name, ring_bytes("all_reduce", elements, element, size))
-    if shards > 1:
+    if shards > 1 and layout.zero < 3:
         sent = ring_bytes("all_gather", padded, ACTIVATION_BYTES[layout.precision], shards)
         ledger.add("update", "all_gather", "dp_shard", bucket.gather_name, sent)
+
+
+def gather_traffic(
+    ledger: Ledger, model: ModelConfig, layout: Layout, buckets: Sequence[BucketPlan], rank: int
+) -> None:
+    """Add the gathers of ZeRO-3 in one step: (N-1)/N P each, as often as `schedule.gathers` says.
+
+    ``reshard=always``: before each forward and each backward. ``after_backward``: once a step while gradients are deferred,
+    else once for each run of micro-batches in flight (at pp=1 once each).
+    """
+    schedule = make_schedule(layout)
+    stages = split_units(model, schedule.num_stages, layout.stages)
+    uses = unit_uses(schedule, layout.grid.coordinates(rank)["pp"], stages)
+    for use in plan_gathers(uses, [bucket.units for bucket in buckets], layout):
+        for bucket in (buckets[index] for index in use.gather):
+            padded = bucket.padded(layout.num_shards)
+            sent = ring_bytes("all_gather", padded, ACTIVATION_BYTES[layout.precision], layout.num_shards)
+            ledger.add(use.phase, "all_gather", "dp_shard", bucket.gather_name, sent)
 
 
 def pipeline_traffic(ledger: Ledger, model: ModelConfig, layout: Layout, seq_len: int, rank: int) -> None:

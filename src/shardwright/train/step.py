@@ -24,14 +24,15 @@ from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
 from shardwright.ops.attention import CausalAttend
 from shardwright.parallel.data import GradientBuckets
+from shardwright.parallel.gather import UnitGatherer
 from shardwright.parallel.hooks import CommHook, check_reduction, hook_for
 from shardwright.parallel.pipeline import Executor, Stage
+from shardwright.schedule.gathers import Use, plan_gathers, unit_uses
 from shardwright.schedule.make import make_schedule
 from shardwright.schedule.passes import add_communication
 from shardwright.train.data import MicroBatch
 from shardwright.train.optim import FlatOptimizer, clip, global_norm, learning_rate
 
-BUILT_STAGES = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -84,8 +85,6 @@ def check_supported(config: RunConfig) -> None:
 
 def _check_zero(config: RunConfig) -> None:
     layout = config.layout
-    if layout.zero > BUILT_STAGES:
-        raise LayoutError(f"zero={layout.zero} can be planned but not trained yet; use zero=1 or zero=2")
     if layout.dp_replicate > 1 and not layout.zero:
         raise LayoutError(
             f"dp_replicate={layout.dp_replicate} makes replicas of shards, and with zero=0 nothing is sharded; "
@@ -128,7 +127,8 @@ class Trainer:
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         members = bucket_members(config.model, self.layout, mesh.coordinates, units)
         members = [member for member in members if member.name in trained]
-        plans = plan_buckets(members, unit_names(config.model), self.layout.bucket_mb)
+        by_unit = self.layout.zero == 3
+        plans = plan_buckets(members, unit_names(config.model), self.layout.bucket_mb, by_unit=by_unit)
         direct = not config.train.compile
         hook = hook or hook_for(self.layout.reduce_dtype)
         check_reduction(hook, "sum", "training divides the loss by the tokens of the whole batch")
@@ -136,6 +136,7 @@ class Trainer:
         self.optimizer = FlatOptimizer(config.optim, self.buckets.buckets)
         if config.train.compile:
             self.model.compile_blocks()
+        self.gatherer = self._gatherer(unit_uses(schedule, mesh.coordinates["pp"], stages)) if by_unit else None
         modules = self.model.units()
         self.executor = Executor(
             schedule,
@@ -147,10 +148,16 @@ class Trainer:
             dtype=dtype,
             token_shards=self.layout.tp if self.layout.sequence_parallel else 1,
             reduce_each=self.layout.num_reductions > 1,
+            weights=self.gatherer,
         )
         self.stop_requested = False
         self.on_gradients: Callable[[Trainer], None] | None = None
         """Called when the gradients of a step are reduced and not yet clipped (verification)."""
+
+    def _gatherer(self, uses: Sequence[Use]) -> UnitGatherer:
+        buckets, layout = self.buckets.buckets, self.layout
+        planned = plan_gathers(uses, [bucket.plan.units for bucket in buckets], layout)
+        return UnitGatherer(buckets, planned, layout.prefetch, self.mesh.recorder)
 
     def context(self, batch: MicroBatch, step: int, *, training: bool = True) -> Context:
         """What the model is told about one micro-batch, on this rank's device."""
@@ -189,7 +196,7 @@ class Trainer:
                 self.optimizer.step(lr)
         loss, every_busy = self._gather_metrics(loss_sum, busy)
         ledger = self.mesh.recorder.take()
-        ledger.buckets = timings
+        ledger.buckets, ledger.memory = timings, self.memory() | self.peak_memory()
         result = StepResult(
             step,
             loss / max(tokens, 1),
@@ -239,6 +246,11 @@ class Trainer:
             "gradients": held["gradients"],
             "optimizer": self.optimizer.memory() + held["master"],
         }
+
+    def peak_memory(self) -> dict[str, int]:
+        """The most bytes so far of what does not stay: gathered parameters, and whole gradients where shards are kept."""
+        gathered = self.gatherer.gathered.peak if self.gatherer is not None else 0
+        return {"gathered": gathered, "gradient_buffers": self.buckets.temporary.peak}
 
     def _agree(self, num_valid: int) -> tuple[int, bool]:
         """Valid tokens of the whole global batch, and whether any rank asked to stop."""
