@@ -43,11 +43,11 @@ def plan_gathers(uses: Sequence[Use], groups: Sequence[Collection[str]], layout:
     for group, units in enumerate(groups):
         places = [index for index, use in enumerate(uses) if use.unit in units]
         held, in_flight = False, 0
-        for place, following in zip(places, [*places[1:], None], strict=True):
+        for place in places:
             if not held:
                 gather[place].append(group)
             in_flight += 1 if uses[place].phase == "F" else -1
-            held = following is not None and _stays(layout, in_flight)
+            held = place != places[-1] and _stays(layout, in_flight)
             if not held:
                 free[place].append(group)
     return [Use(use.phase, use.unit, tuple(g), tuple(f)) for use, g, f in zip(uses, gather, free, strict=True)]
