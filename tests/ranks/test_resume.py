@@ -190,10 +190,13 @@ def test_a_run_resumed_on_one_rank_reads_the_same_samples(folder: Path, whole: R
     assert load(config).samples == STEPS * whole.layout.global_batch
 
 
-def test_bf16_continues_bit_for_bit_too(folder: Path) -> None:
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_bf16_continues_bit_for_bit_too(zero: int, folder: Path) -> None:
     """Weights are saved in bf16, so the fp32 masters must come back as they were."""
-    layout = "dp=2,micro_batch=2,precision=bf16,recompute=full"
-    whole, halves = (make_config(folder, name, layout, steps=4) for name in ("bf16-whole", "bf16-halves"))
+    layout = f"dp=2,zero={zero},micro_batch=2,precision=bf16,recompute=full"
+    frozen = ["blocks.0.mlp"] if zero == 3 else []
+    names = (f"bf16-whole-{zero}", f"bf16-halves-{zero}")
+    whole, halves = (make_config(folder, name, layout, steps=4, freeze=frozen) for name in names)
     run(whole)
     run(halves, plan=Plan(prepare=stop_in_step, arguments=(1, 0)))
     assert checkpoints(halves) == [2]

@@ -86,6 +86,7 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "1 with tp": (TIED, f"dp=2,tp=2,zero=1,{SMALL}", []),
     "2 with tp, no sp": (LLAMA, "dp=2,tp=2,zero=2,sp=off,microbatches=2,accumulate=reduce", []),
     "3 with tp": (TIED, "dp=2,tp=2,zero=3,microbatches=2", []),
+    "3 with tp, frozen": (GPT2, "dp=2,tp=2,zero=3,reshard=after_backward,recompute=full", ['train.freeze=["embedding."]']),
     "1 with pp": (DEEP_TIED, "dp=2,pp=2,zero=1,microbatches=4", []),
     "2 with zb_v": (DEEP_TIED, f"dp=2,{ZB_V},zero=2,microbatches=4,accumulate=reduce,bucket_mb=0.05", []),
     "3 with pp": (DEEP_TIED, "dp=2,pp=2,zero=3,microbatches=4", []),
@@ -187,6 +188,10 @@ def test_frozen_parameters_keep_every_bit_and_have_no_state(folder: str, traces:
     for trace in traces["3, frozen"]:
         assert all(torch.equal(trace.parameters[name], start[name]) for name in frozen)
         assert not any(torch.equal(trace.parameters[name], start[name]) for name in start.keys() - frozen)
+        memory = trace.ledgers[-1].memory
+        trained = sum(value.numel() for name, value in start.items() if name not in frozen)
+        assert memory["parameters"] == config.model.num_parameters() * 4 // 2  # frozen ones are sharded too
+        assert memory["gradients"] == memory["optimizer"] == trained * 4 // 2
     trainer = Trainer(config, Mesh.dry(config.layout), "meta")
     assert trainer.optimizer.named_state()["momentum"].keys() == start.keys() - frozen
 

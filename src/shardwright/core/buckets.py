@@ -73,12 +73,13 @@ def plan_buckets(
     element_bytes: int = 4,
     *,
     by_unit: bool = False,
+    prefix: str = "gradients",
 ) -> list[BucketPlan]:
     """Buckets in the order in which they become ready during backward.
 
     ``unit_order`` lists the units in order of use. A parameter is ready when the earliest unit that uses it is done
     (backward reaches it last). A parameter larger than ``bucket_mb`` MiB gets a bucket of its own. ``by_unit``: what the
-    same units use is one bucket, whatever its size (it is gathered as one).
+    same units use is one bucket, whatever its size (it is gathered as one). ``prefix`` begins the buckets' names.
     """
     place = {unit: index for index, unit in enumerate(unit_order)}
     limit = max(1, int(bucket_mb * 2**20 / element_bytes))
@@ -102,10 +103,10 @@ def plan_buckets(
     for group in list(open_members):
         close(group)
     closed.sort(key=lambda item: -item[0])
-    return [_bucket(index, members) for index, (_, members) in enumerate(closed)]
+    return [_bucket(f"{prefix}.{index}", members) for index, (_, members) in enumerate(closed)]
 
 
-def _bucket(index: int, group: list[Member]) -> BucketPlan:
+def _bucket(name: str, group: list[Member]) -> BucketPlan:
     members = [m for m in group if m.decay] + [m for m in group if not m.decay]
     offsets, end = [], 0
     for member in members:
@@ -113,4 +114,4 @@ def _bucket(index: int, group: list[Member]) -> BucketPlan:
         end += member.numel
     decayed = sum(m.numel for m in members if m.decay)
     reduce_axes, shard_axes, copy = members[0].group
-    return BucketPlan(f"gradients.{index}", reduce_axes, tuple(members), tuple(offsets), decayed, end, shard_axes, copy)
+    return BucketPlan(name, reduce_axes, tuple(members), tuple(offsets), decayed, end, shard_axes, copy)

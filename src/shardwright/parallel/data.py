@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ from shardwright.core.layout import Layout
 from shardwright.core.ledger import BucketTiming
 from shardwright.errors import ConfigError
 from shardwright.ops.gradients import GradQueue, GradSlot, set_slot
+from shardwright.parallel.flat import FlatParameters
 from shardwright.parallel.hooks import CommHook, ShardHook, check_shards
 
 MOST_IN_FLIGHT = 2
@@ -62,16 +63,15 @@ class Meter:
         self.peak = max(self.peak, self.now)
 
 
-class Bucket:
-    """One flat parameter buffer, its master copy and its flat gradients, with an index of names.
+class Bucket(FlatParameters):
+    """Flat parameters, their master copy and their flat gradients.
 
-    ``parameters``: compute dtype, the storage behind the module's parameters. ``master``: fp32 (fp64 for fp64), the same
-    memory when the compute dtype is that already. ``gradients``: the master's dtype. Not ``wide``: all in the compute dtype.
+    ``master``: fp32 (fp64 for fp64), the same memory as the parameters when the compute dtype is that already.
+    ``gradients``: the master's dtype. Not ``wide``: all in the compute dtype. ``comms`` are the axes to sum over.
 
-    With ``zero`` >= 1 ``master`` and ``gradients`` are this rank's shard over ``shard``. ``whole`` is the buffer that
-    gradients are written to: ``gradients`` itself (stage 0), a buffer of which it is a part (1), or one that is there from
-    the first gradient of a step to the end of its reduction only (2, 3). In stage 3 ``parameters`` is a shard too, and
-    ``full`` is what is gathered of it for a while.
+    With ``zero`` >= 1 ``master`` and ``gradients`` are this rank's shard. ``whole`` is the buffer that gradients are
+    written to: ``gradients`` itself (stage 0), a buffer of which it is a part (1), or one that is there from the first
+    gradient of a step to the end of its reduction only (2, 3).
     """
 
     def __init__(
@@ -84,58 +84,23 @@ class Bucket:
         zero: int = 0,
         wide: bool = True,
     ) -> None:
-        first = parameters[plan.members[0].name]
-        self.plan, self.comms, self.shard, self.name, self.zero = plan, list(comms), shard, plan.name, zero
-        self.num_elements = plan.padded(shard.size)
-        width = self.num_elements // shard.size
-        self.own = slice(shard.rank * width, (shard.rank + 1) * width)
-        self.dtype = first.dtype if not wide or first.dtype == torch.float64 else torch.float32
-        self.device = first.device
-        self._mover = shard if zero else comms[0] if comms else shard
-        self._modules = [parameters[member.name] for member in plan.members]
-        self.full: Tensor | None = None
-        self._arriving: Work | None = None
-        allocate = self._empty if zero in (1, 2) else self._plain
-        whole = allocate(self.num_elements, first.dtype)
-        whole[plan.numel :].zero_()
-        for parameter, (_, view) in zip(self._modules, self.views(whole), strict=True):
-            view.copy_(parameter.detach())
-            parameter.data = view
-        self.parameters = whole
-        if zero == 3:
-            self.parameters = self._empty(width, first.dtype)
-            self.parameters.copy_(whole[self.own])
-            self._show(None)
+        super().__init__(plan, parameters, shard, zero=zero, mover=None if zero or not comms else comms[0])
+        self.comms = list(comms)
         own = self.own_parameters
-        self.has_master = first.dtype != self.dtype
+        self.dtype = own.dtype if not wide or own.dtype == torch.float64 else torch.float32
+        self.has_master = own.dtype != self.dtype
         self.master = own.to(self.dtype) if self.has_master else own
         if zero <= 1:
             self.whole: Tensor | None = self.new_gradients()
             self.gradients = self.whole[self.own]
         else:
-            self.whole, self.gradients = None, self._empty(width, self.dtype)
-
-    def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        return self._mover.empty(size, dtype, self.device)
-
-    def _plain(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=self.device)
+            self.whole, self.gradients = None, self._empty(own.numel(), self.dtype)
 
     def new_gradients(self) -> Tensor:
         """A flat gradient buffer of the whole bucket: uninitialised, zero behind the last parameter."""
         whole = self._empty(self.num_elements, self.dtype)
         whole[self.plan.numel :].zero_()
         return whole
-
-    @property
-    def own_parameters(self) -> Tensor:
-        """What this rank updates, in the compute dtype."""
-        return self.parameters if self.zero == 3 else self.parameters[self.own]
-
-    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(name, view of its shape) for each member of a flat tensor of this bucket's size."""
-        for member, offset in zip(self.plan.members, self.plan.offsets, strict=True):
-            yield member.name, flat[offset : offset + member.numel].view(member.shape)
 
     def ranges(self) -> list[FlatRange]:
         """The decayed and the undecayed range of what this rank updates, without empty ones."""
@@ -157,76 +122,13 @@ class Bucket:
             return Work()
         return self.shard.all_gather_start(self.parameters, own, name=self.plan.gather_name)
 
-    # -- parameters that are gathered for a while (stage 3) ----------------------------------------------
-
-    @property
-    def gathered_in_place(self) -> bool:
-        """Whether the parameters are whole now and not on their way."""
-        return self.full is not None and self._arriving is None
-
-    def start_gather(self) -> int:
-        """Start to gather the parameters from all ranks of ``shard``; returns the bytes of the buffer."""
-        assert self.full is None, f"{self.name} is gathered twice"
-        self.full = self._empty(self.num_elements, self.parameters.dtype)
-        self._arriving = self.shard.all_gather_start(self.full, self.parameters, name=self.plan.gather_name)
-        return self.full.nbytes
-
-    def finish_gather(self) -> None:
-        """Wait for the gather and give the module's parameters their values."""
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = None
-            self._show(self.full)
-
-    def free(self) -> int:
-        """Take the gathered values from the module's parameters; returns the bytes that are free again."""
-        assert self.full is not None and self._arriving is None, f"{self.name} is not gathered"
-        freed, self.full = self.full.nbytes, None
-        self._show(None)
-        return freed
-
-    def _show(self, whole: Tensor | None) -> None:
-        if whole is None:
-            nothing = torch.full((), torch.nan, dtype=self.parameters.dtype, device=self.device)
-            for parameter, member in zip(self._modules, self.plan.members, strict=True):
-                parameter.data = nothing.expand(member.shape)
-        else:
-            for parameter, (_, view) in zip(self._modules, self.views(whole), strict=True):
-                parameter.data = view
-
-    # -- the bucket as a whole, for checkpoints and comparisons ------------------------------------------
-
-    def gathered(self, flat: Tensor) -> Tensor:
-        """The whole of a flat tensor of which each rank has a shard; all ranks of ``shard`` must call."""
-        if self.zero == 0:
-            return flat
-        whole = flat.new_empty(self.num_elements)
-        self.shard.all_gather_start(whole, flat, name=f"state of {self.name}").wait()
-        return whole
-
-    def named(self, kind: str) -> dict[str, Tensor]:
+    def named(self, kind: str = "parameters") -> dict[str, Tensor]:
         """Whole tensors by name; ``kind`` is ``gradients``, ``master`` or ``parameters``."""
-        if kind == "master" and not self.has_master:
-            kind = "parameters"
-        if kind == "parameters" and self.zero <= 2:
-            return dict(self.views(self.parameters))
-        return dict(self.views(self.gathered(getattr(self, kind))))
-
-    def fill(self, flat: Tensor, write: Callable[[str, Tensor], None]) -> None:
-        """``write(name, view)`` gives every member's value; ``flat`` (this rank's part of a state) gets its own of them."""
-        whole = flat if self.zero == 0 else flat.new_zeros(self.num_elements)
-        for name, view in self.views(whole):
-            write(name, view)
-        if self.zero:
-            flat.copy_(whole[self.own])
+        return super().named("parameters" if kind == "master" and not self.has_master else kind)
 
     def fill_parameters(self, write: Callable[[str, Tensor], None]) -> None:
         """New values for the parameters, and for the master in its own precision."""
-        if self.zero == 3:
-            self.fill(self.parameters, write)
-        else:
-            for name, view in self.views(self.parameters):
-                write(name, view)
+        super().fill_parameters(write)
         if self.has_master:
             self.fill(self.master, write)
 

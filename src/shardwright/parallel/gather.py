@@ -4,8 +4,8 @@ ZeRO-3:  every state / N  |  N = dp * cp / dp_replicate ranks; one unit and what
 sends per step (N-1)/N of the parameter bytes for each gather (two a micro-batch, one a step with ``reshard=after_backward``)
 in **all-gathers**, and (N-1)/N of the gradient bytes in **reduce-scatters**.
 
-A parameter that is not gathered is an expanded NaN of its shape. Autograd graphs keep the parameter itself, never its
-memory, so a backward finds what was gathered for it.
+Parameters that are not trained are sharded and gathered like the others, in groups of their own. Autograd graphs keep the
+parameter itself, never its memory, so a backward finds what was gathered for it; between, a use would give NaN.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwright.comm.record import Recorder
-from shardwright.parallel.data import Bucket, Meter
+from shardwright.parallel.data import Meter
+from shardwright.parallel.flat import FlatParameters
 from shardwright.schedule.gathers import Use
 
 
@@ -24,7 +25,9 @@ class UnitGatherer:
     Outside a step (evaluation) a unit is gathered and freed at once.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], uses: Sequence[Use], prefetch: int, recorder: Recorder) -> None:
+    def __init__(
+        self, buckets: Sequence[FlatParameters], uses: Sequence[Use], prefetch: int, recorder: Recorder
+    ) -> None:
         self.buckets, self.uses, self.prefetch, self.recorder = buckets, uses, prefetch, recorder
         self.gathered = Meter()
         """Of parameters that are whole for a while."""

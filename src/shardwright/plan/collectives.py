@@ -38,6 +38,15 @@ def gradient_buckets(
     return plan_buckets(trained, unit_names(model), layout.bucket_mb, by_unit=layout.zero == 3)
 
 
+def frozen_buckets(model: ModelConfig, layout: Layout, frozen: Sequence[str] = (), rank: int = 0) -> list[BucketPlan]:
+    """The parameters of one rank that are not trained, as ZeRO-3 shards them; none in other stages."""
+    if layout.zero < 3 or not frozen:
+        return []
+    members = bucket_members(model, layout, layout.grid.coordinates(rank), held_units(model, layout, rank))
+    kept = [member for member in members if member.name.startswith(tuple(frozen))]
+    return plan_buckets(kept, unit_names(model), layout.bucket_mb, by_unit=True, prefix="frozen")
+
+
 def predict_step(
     model: ModelConfig, layout: Layout, seq_len: int, frozen: Sequence[str] = (), rank: int = 0
 ) -> Ledger:
@@ -65,7 +74,7 @@ def predict_step(
     for bucket in buckets:
         bucket_traffic(ledger, layout, bucket)
     if layout.zero == 3 and layout.num_shards > 1:
-        gather_traffic(ledger, model, layout, buckets, rank)
+        gather_traffic(ledger, model, layout, [*buckets, *frozen_buckets(model, layout, frozen, rank)], rank)
     if layout.num_shards > 1 and not layout.whole_gradients:
         sent = ring_bytes("all_reduce", 2, wide, layout.num_shards)
         ledger.add("update", "all_reduce", "dp_shard", "norm", sent)

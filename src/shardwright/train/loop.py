@@ -369,11 +369,7 @@ class Run:
         def write(name: str, view: torch.Tensor) -> None:
             copy_weights([(name, view)], trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
 
-        for name, parameter in trainer.parameters.items():
-            if not parameter.requires_grad:
-                write(name, parameter)
-        for bucket in trainer.buckets.buckets:  # masters in fp32 also where the parameters are not
-            bucket.fill_parameters(write)
+        trainer.fill_parameters(write)  # masters in fp32 also where the parameters are not
 
     def _maybe_save(self, last: bool) -> None:
         every = self.config.train.save_every
@@ -399,8 +395,7 @@ class Run:
         trainer, specs, device = self.trainer, self.trainer.model.specs, self.trainer.device
         frozen = tuple(self.config.train.freeze)
         trained = [name for name in specs if not (frozen and name.startswith(frozen))]
-        weights = {name: parameter.detach() for name, parameter in trainer.parameters.items()}
-        weights |= trainer.buckets.named("parameters")
+        weights = trainer.named_parameters()
         optimizer = trainer.optimizer.named_state()
         return CheckpointState(
             step=self.step,

@@ -24,6 +24,7 @@ from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
 from shardwright.ops.attention import CausalAttend
 from shardwright.parallel.data import GradientBuckets
+from shardwright.parallel.flat import FlatParameters
 from shardwright.parallel.gather import UnitGatherer
 from shardwright.parallel.hooks import CommHook, check_reduction, hook_for
 from shardwright.parallel.pipeline import Executor, Stage
@@ -126,13 +127,18 @@ class Trainer:
         self.parameters = self.model.spec_parameters()
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         members = bucket_members(config.model, self.layout, mesh.coordinates, units)
-        members = [member for member in members if member.name in trained]
-        by_unit = self.layout.zero == 3
-        plans = plan_buckets(members, unit_names(config.model), self.layout.bucket_mb, by_unit=by_unit)
+        by_unit, order, size = self.layout.zero == 3, unit_names(config.model), self.layout.bucket_mb
+        plans = plan_buckets([m for m in members if m.name in trained], order, size, by_unit=by_unit)
+        kept = [m for m in members if m.name not in trained and by_unit]
         direct = not config.train.compile
         hook = hook or hook_for(self.layout.reduce_dtype)
         check_reduction(hook, "sum", "training divides the loss by the tokens of the whole batch")
         self.buckets = GradientBuckets(plans, trained, mesh, hook, direct=direct, layout=self.layout)
+        self.frozen = [
+            FlatParameters(plan, self.parameters, mesh.dp_shard, zero=3)
+            for plan in plan_buckets(kept, order, size, by_unit=True, prefix="frozen")
+        ]
+        """Parameters that are not trained, where ZeRO-3 shards them too."""
         self.optimizer = FlatOptimizer(config.optim, self.buckets.buckets)
         if config.train.compile:
             self.model.compile_blocks()
@@ -155,7 +161,8 @@ class Trainer:
         """Called when the gradients of a step are reduced and not yet clipped (verification)."""
 
     def _gatherer(self, uses: Sequence[Use]) -> UnitGatherer:
-        buckets, layout = self.buckets.buckets, self.layout
+        buckets: list[FlatParameters] = [*self.buckets.buckets, *self.frozen]
+        layout = self.layout
         planned = plan_gathers(uses, [bucket.plan.units for bucket in buckets], layout)
         return UnitGatherer(buckets, planned, layout.prefetch, self.mesh.recorder)
 
@@ -237,10 +244,31 @@ class Trainer:
             loss_sum, tokens = _read_all(self.mesh.world.all_reduce(totals.to(self.device), name="eval"))
         return loss_sum / max(tokens, 1.0), int(tokens)
 
+    def named_parameters(self, kind: str = "parameters") -> dict[str, Tensor]:
+        """Whole tensors of all parameters of this rank; ``master`` has those of the trained ones in their own precision.
+
+        With ZeRO all ranks must call.
+        """
+        named = {name: p.detach() for name, p in self.parameters.items() if not p.requires_grad}
+        for flat in self.frozen:
+            named |= flat.named()
+        return named | self.buckets.named(kind)
+
+    def fill_parameters(self, write: Callable[[str, Tensor], None]) -> None:
+        """``write(name, view)`` gives every parameter its value, and every master in its own precision."""
+        flats: list[FlatParameters] = [*self.buckets.buckets, *self.frozen]
+        for flat in flats:
+            flat.fill_parameters(write)
+        in_flats = {member.name for flat in flats for member in flat.plan.members}
+        for name, parameter in self.parameters.items():
+            if name not in in_flats:
+                write(name, parameter)
+
     def memory(self) -> dict[str, int]:
         """Persistent bytes by class on this rank."""
         held = self.buckets.memory()
-        frozen = sum(p.nbytes for p in self.parameters.values() if not p.requires_grad)
+        whole = [p for p in self.parameters.values() if not p.requires_grad and not self.frozen]
+        frozen = sum(p.nbytes for p in whole) + sum(flat.parameters.nbytes for flat in self.frozen)
         return {
             "parameters": held["parameters"] + frozen,
             "gradients": held["gradients"],

@@ -184,9 +184,8 @@ def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, m
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
         trace.ledgers.append(result.ledger)
-    frozen = {name: p.detach().clone() for name, p in trainer.parameters.items() if not p.requires_grad}
     with mesh.recorder.aside():
-        trace.parameters = frozen | {name: view.clone() for name, view in trainer.buckets.named("master").items()}
+        trace.parameters = {name: view.clone() for name, view in trainer.named_parameters("master").items()}
     return trace
 
 
