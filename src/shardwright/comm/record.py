@@ -37,6 +37,16 @@ class Recorder:
         ledger, self.ledger = self.ledger, Ledger()
         return ledger
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Entries made inside are in no ledger (looking at state, not a part of the step)."""
+        kept = self.ledger
+        self.ledger = Ledger()
+        try:
+            yield
+        finally:
+            self.ledger = kept
+
     def book(self, verb: str, axis: str, tensor: str, num_bytes: int) -> LedgerEntry:
         return self.ledger.add(self._phase, verb, axis, tensor, num_bytes)
 

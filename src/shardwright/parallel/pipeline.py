@@ -46,6 +46,27 @@ class Reducer(Protocol):
     def unit_done(self, unit: str) -> None: ...
 
 
+class Weights(Protocol):
+    """Who is told when a unit's parameters are needed: before and after each of its forward and backward passes."""
+
+    def begin(self) -> None: ...
+    def acquire(self, unit: str) -> None: ...
+    def release(self, unit: str) -> None: ...
+
+
+class Resident:
+    """Parameters that are always there."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def acquire(self, unit: str) -> None:
+        """Nothing to gather."""
+
+    def release(self, unit: str) -> None:
+        """Nothing to free."""
+
+
 @dataclass
 class Stage:
     """One stage: its units by name, in order, and the features of what it takes and hands on."""
@@ -68,7 +89,7 @@ class Executor:
 
     ``recompute``: ``full`` keeps a unit's input only and runs its forward again before its backward. ``token_shards``:
     ranks that the tokens between units are split over (tp with sequence parallelism); stages exchange T / token_shards
-    rows.
+    rows. ``reduce_each``: the reducer hears of every micro-batch's W, not of the last one's only.
 
     After a step ``spans`` has the start and end of each action (``time.perf_counter``; on CUDA, when it was launched) and
     ``most_in_flight`` the most micro-batches that each stage held. ``note`` is told what the rank is at, in words.
@@ -85,8 +106,11 @@ class Executor:
         recompute: str = "none",
         dtype: torch.dtype = torch.float32,
         token_shards: int = 1,
+        reduce_each: bool = False,
+        weights: Weights | None = None,
     ) -> None:
-        self.token_shards = token_shards
+        self.weights = weights or Resident()
+        self.token_shards, self.reduce_each = token_shards, reduce_each
         self.schedule, self.stages, self.pp, self.reducer, self.recorder = schedule, stages, pp, reducer, recorder
         self.recompute, self.dtype = recompute, dtype
         self._order = self._incoming()
@@ -123,6 +147,7 @@ class Executor:
         self._held: Counter[int] = Counter()
         self.spans, self.most_in_flight = [], Counter()
         self._loss = torch.zeros((), dtype=loss_scale.dtype, device=loss_scale.device)
+        self.weights.begin()
         for source in self._expected:
             for _ in range(min(self._posted, len(self._expected[source]))):
                 self._post_receive(source)
@@ -154,7 +179,8 @@ class Executor:
         self.most_in_flight[stage] = max(self.most_in_flight[stage], self._held[stage])
         microbatch = self._microbatches[m]
         x = microbatch.tokens if stage == 0 else self._activations.pop((stage, m))
-        for unit in self.stages[stage].units.values():
+        for name, unit in self.stages[stage].units.items():
+            self.weights.acquire(name)
             x = x.detach()
             if self.recompute == "full":
                 with torch.no_grad():
@@ -163,6 +189,7 @@ class Executor:
                 x = x.requires_grad_(x.is_floating_point())
                 y = unit(x, microbatch)
                 flight.outputs.append(y)
+            self.weights.release(name)
             flight.inputs.append(x)
             x = y
         if stage == self.schedule.num_stages - 1:
@@ -177,6 +204,7 @@ class Executor:
         queue = self.reducer.queue
         queue.defer = defer
         for name, unit in reversed(list(self.stages[stage].units.items())):
+            self.weights.acquire(name)
             x = flight.inputs.pop()
             if self.recompute == "full":
                 x = x.requires_grad_(x.is_floating_point())
@@ -187,6 +215,7 @@ class Executor:
             if y.requires_grad:  # not so for an embedding whose parameters are all frozen
                 torch.autograd.backward(y, gradient.to(y.dtype))
             del y
+            self.weights.release(name)
             if x.grad is not None:
                 gradient, x.grad = x.grad, None
             if defer:
@@ -208,7 +237,7 @@ class Executor:
         self._microbatch_written(stage, m)
 
     def _unit_written(self, stage: int, unit: str) -> None:
-        if self._weights_done[stage] + 1 == self.schedule.num_microbatches:
+        if self.reduce_each or self._weights_done[stage] + 1 == self.schedule.num_microbatches:
             self.reducer.unit_done(unit)
 
     def _microbatch_written(self, stage: int, m: int) -> None:
@@ -289,8 +318,10 @@ class Executor:
                 shape = (microbatch.tokens.shape[0] // self.token_shards, units.width)
                 x = torch.empty(shape, dtype=self.dtype, device=microbatch.tokens.device)
                 self.pp.receive(x, place[stage - 1], name=f"activations.{stage - 1}").wait()
-            for unit in units.units.values():
+            for name, unit in units.units.items():
+                self.weights.acquire(name)
                 x = unit(x, microbatch)
+                self.weights.release(name)
             if stage == last:
                 loss = x
             elif place[stage + 1] != self.pp.rank:

@@ -204,6 +204,7 @@ class Run:
         self.checkpoint: Path | None = None
         self._restore()
         self.trainer.buckets.check_replicas()
+        self.mesh.recorder.take()  # what setting up has sent is no part of the first step
         self.peak_flops = peak_flops(config, device)
         self.last_ledger = Ledger()
         self.valid_loss: float | None = None
@@ -382,10 +383,11 @@ class Run:
 
     def _copy_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         trainer = self.trainer
-        named = trainer.parameters.items()
-        copy_weights(named, trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
-        masters = trainer.buckets.named("master").items()  # in fp32 also where the parameters are not
-        copy_weights(masters, trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
+
+        def write(name: str, view: torch.Tensor) -> None:
+            copy_weights([(name, view)], trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
+
+        trainer.fill_parameters(write)  # masters in fp32 also where the parameters are not
 
     def _maybe_save(self, last: bool) -> None:
         every = self.config.train.save_every
@@ -411,7 +413,7 @@ class Run:
         trainer, specs, device = self.trainer, self.trainer.model.specs, self.trainer.device
         frozen = tuple(self.config.train.freeze)
         trained = [name for name in specs if not (frozen and name.startswith(frozen))]
-        weights = {name: parameter.detach() for name, parameter in trainer.parameters.items()}
+        weights = trainer.named_parameters()
         optimizer = trainer.optimizer.named_state()
         return CheckpointState(
             step=self.step,
