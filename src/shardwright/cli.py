@@ -82,7 +82,8 @@ def train(
     if not _is_main():
         return
     ledger = summary.pop("ledger", None)
-    final_report(console, settings.train.run_dir, **(ledger or {}), peak_bytes=summary["peak_memory_bytes"])
+    measured = {"peak_bytes": summary["peak_memory_bytes"], "pipeline": summary.get("pipeline")}
+    final_report(console, settings.train.run_dir, **(ledger or {}), **measured)
     if as_json:
         found = {name: value.to_json() for name, value in ledger.items()} if ledger else None
         _print_json({**summary, "ledger": found})

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -78,11 +79,17 @@ class RankEnv:
     node_rank: int = 0
     num_nodes: int = 1
     sender: Callable[[Any], None] | None = field(default=None, repr=False, compare=False)
+    noter: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
 
     def send(self, message: Any) -> None:
         """Pass ``message`` to ``on_message(rank, message)`` of whoever started the ranks; dropped if there is none."""
         if self.sender is not None:
             self.sender(message)
+
+    def note(self, doing: str) -> None:
+        """Leave in memory what the rank is at; if it dies or stalls there, the error says so. Cheap; dropped under torchrun."""
+        if self.noter is not None:
+            self.noter(doing)
 
 
 class RunOptions(TypedDict, total=False):
@@ -182,7 +189,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _describe(rank: int, error: BaseException) -> _Failure:
     """What the parent is told about an exception that left the target."""
     links = list(_chain(error))
-    texts = [str(link) for link in links if isinstance(link, RuntimeError | OSError)]
+    texts = [str(link) for link in links if isinstance(link, RuntimeError | OSError | RankError)]
     timeout = any(_TIMED_OUT.search(text) for text in texts)
     lost = any(isinstance(link, ConnectionError | RankError) for link in links)
     user_error = None
@@ -197,6 +204,26 @@ def _describe(rank: int, error: BaseException) -> _Failure:
         timeout=timeout,
         user_error=user_error,
     )
+
+
+class _Note:
+    """One line in a file that both processes map: it can be read when its writer is dead or stopped."""
+
+    SIZE = 256
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(self.SIZE))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), self.SIZE)
+
+    def __call__(self, text: str) -> None:
+        data = text.encode()[: self.SIZE - 1]
+        self._memory[: len(data) + 1] = bytes([len(data)]) + data
+
+    @staticmethod
+    def read(path: Path) -> str:
+        data = path.read_bytes() if path.exists() else b""
+        return data[1 : 1 + data[0]].decode(errors="replace") if data else ""
 
 
 def _exit_with_parent(folder: Path) -> None:
@@ -239,7 +266,8 @@ def _rank_main(env: RankEnv, payload: bytes, link: connection.Connection, stacks
     try:
         _prepare_rank(stacks_path, threads)
         target, args = pickle.loads(payload)
-        result = target(dataclasses.replace(env, sender=lambda message: send("message", message)), *args)
+        note = _Note(_note_path(stacks_path))
+        result = target(dataclasses.replace(env, sender=lambda message: send("message", message), noter=note), *args)
         _leave_process_group()
         send("result", result)
     except (SystemExit, KeyboardInterrupt):  # the target's own way to end; the parent sees the exit code
@@ -247,6 +275,10 @@ def _rank_main(env: RankEnv, payload: bytes, link: connection.Connection, stacks
     except BaseException as error:  # the edge of the process: whatever it is, it must reach the parent
         send("failure", _describe(env.rank, error))
         sys.exit(1)
+
+
+def _note_path(stacks_path: Path) -> Path:
+    return stacks_path.with_suffix(".note")
 
 
 # ---------------------------------------------------------------------------------------- in the starting process
@@ -283,6 +315,10 @@ class _LocalRank:
     def stacks(self) -> str:
         """What faulthandler has written for this rank."""
         return self.stacks_path.read_text(errors="replace").rstrip() if self.stacks_path.exists() else ""
+
+    def doing(self) -> str:
+        """What the rank has noted to be at."""
+        return _Note.read(_note_path(self.stacks_path))
 
     def describe_exit(self) -> _Failure:
         """The failure of a rank that ended without a word."""
@@ -454,7 +490,8 @@ class _Job:
 
     def story(self, root: _Failure) -> Iterator[str]:
         """The lines of the error: the rank and the cause first, then what helps to find the reason."""
-        yield f"rank {root.rank} {root.cause}"
+        doing = next(rank.doing() for rank in self.ranks if rank.rank == root.rank)
+        yield f"rank {root.rank} {root.cause}" + (f"; it was at {doing}" if doing and doing not in root.cause else "")
         if root.details:
             yield root.details
         if not root.consequence:
@@ -466,6 +503,7 @@ class _Job:
             if other is not root:
                 yield f"rank {other.rank} {other.cause}\n{other.details}".rstrip()
         waiting = [rank for rank in self.ranks if not rank.returned and rank.failure is None]
+        yield from (f"rank {rank.rank} was at {rank.doing()}" for rank in waiting if rank.doing())
         if root.timeout and waiting:
             yield f"where the other ranks were:\n{self.ask_stacks(waiting)}"
 

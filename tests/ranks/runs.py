@@ -14,12 +14,14 @@ from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.launch import RankEnv
+from shardwright.plan.collectives import predict_step
 from shardwright.train.prepare import PreparedData
 from shardwright.verify.parity import (
     Trace,
     Verification,
     compare,
     dry_step,
+    first_of_each_stage,
     reference_run,
     trace_steps,
     train_sampler,
@@ -57,12 +59,12 @@ def trace_all(env: RankEnv, data: PreparedData, runs: dict[str, Run]) -> dict[st
     }
 
 
-def trace_runs(data: PreparedData, runs: dict[str, Run]) -> dict[str, list[Trace]]:
-    """Run -> the trace of each rank; all runs of one world size share one launch."""
+def trace_runs(data: PreparedData, runs: dict[str, Run], time_limit: float = 60.0) -> dict[str, list[Trace]]:
+    """Run -> the trace of each rank; all runs of one world size share one launch of at most ``time_limit`` seconds."""
     found: dict[str, list[Trace]] = {}
     for world in sorted({config.layout.world_size for config, _ in runs.values()}):
         chosen = {label: run for label, run in runs.items() if run[0].layout.world_size == world}
-        results = run_ranks(trace_all, world, data, chosen)
+        results = run_ranks(trace_all, world, data, chosen, time_limit=time_limit)
         found |= {label: [rank[label] for rank in results] for label in chosen}
     return found
 
@@ -73,18 +75,27 @@ class Judge:
     def __init__(self, data: PreparedData) -> None:
         self._data = data
         self._references: dict[str, Trace] = {}
-        self._dry: dict[str, Ledger] = {}
+        self._dry: dict[str, list[Ledger]] = {}
 
     def __call__(self, config: RunConfig, found: list[Trace]) -> Verification:
         layout = config.layout
-        alone = Layout(precision=layout.precision, microbatches=layout.dp * layout.microbatches, micro_batch=layout.micro_batch)
+        precision = "bf16" if layout.precision == "bf16" else "fp64"  # of the reference
+        alone = Layout(precision=precision, microbatches=layout.dp * layout.microbatches, micro_batch=layout.micro_batch)
         reference = str(config.model_copy(update={"layout": alone}))
         if reference not in self._references:
             batches = whole_batches(train_sampler(config, self._data, 0))
             self._references[reference] = reference_run(config, batches, STEPS)
         if str(config) not in self._dry:
-            self._dry[str(config)] = dry_step(config)
-        return compare(config, found, self._references[reference], [self._dry[str(config)]])
+            self._dry[str(config)] = self._dry_steps(config)
+        return compare(config, found, self._references[reference], self._dry[str(config)])
+
+    def _dry_steps(self, config: RunConfig) -> list[Ledger]:
+        """The dry run of one stage, the stages in turn; of the others what it should show. Dry runs take most of the time."""
+        ranks, length, frozen = first_of_each_stage(config.layout), config.data.seq_len, config.train.freeze
+        found = [predict_step(config.model, config.layout, length, frozen, rank) for rank in ranks]
+        stage = len(self._dry) % len(ranks)
+        found[stage] = dry_step(config, ranks[stage])
+        return found
 
 
 def red(result: Verification) -> set[str]:

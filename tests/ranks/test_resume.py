@@ -190,10 +190,13 @@ def test_a_run_resumed_on_one_rank_reads_the_same_samples(folder: Path, whole: R
     assert load(config).samples == STEPS * whole.layout.global_batch
 
 
-def test_bf16_continues_bit_for_bit_too(folder: Path) -> None:
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_bf16_continues_bit_for_bit_too(zero: int, folder: Path) -> None:
     """Weights are saved in bf16, so the fp32 masters must come back as they were."""
-    layout = "dp=2,micro_batch=2,precision=bf16,recompute=full"
-    whole, halves = (make_config(folder, name, layout, steps=4) for name in ("bf16-whole", "bf16-halves"))
+    layout = f"dp=2,zero={zero},micro_batch=2,precision=bf16,recompute=full"
+    frozen = ["blocks.0.mlp"] if zero == 3 else []
+    names = (f"bf16-whole-{zero}", f"bf16-halves-{zero}")
+    whole, halves = (make_config(folder, name, layout, steps=4, freeze=frozen) for name in names)
     run(whole)
     run(halves, plan=Plan(prepare=stop_in_step, arguments=(1, 0)))
     assert checkpoints(halves) == [2]
@@ -334,3 +337,50 @@ def test_samples_go_on_where_the_checkpoint_says_though_the_batch_changed(folder
     blend = open_split(config, prepare_run(config, RunOptions()), "train")
     assert TrainSampler(blend, 4, 1, 1, 0).first_sample(5) == 20
     assert list(TrainSampler(blend, 4, 1, 2, 1, 5, 20).sample_ids(5, 0)) == [24, 25, 26, 27]
+
+
+# ------------------------------------------------------------------------------------------ sharded state
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,zero=3,micro_batch=2",
+        "dp=1,micro_batch=4",
+        "dp=4,zero=2,dp_replicate=2",
+        "dp=1,tp=2,zero=1,micro_batch=4",
+        "dp=2,pp=2,zero=3,reshard=after_backward,microbatches=2",
+    ],
+)
+def test_a_checkpoint_of_shards_is_whole_and_fits_any_layout(layout: str, folder: Path, sharded: RunConfig) -> None:
+    """CK-08, and TE-02: the tied weight is one tensor before and after, and goes on with the same losses."""
+    config = sharded_config(folder, f"sharded-{layout}", layout)
+    assert config.layout.global_batch == sharded.layout.global_batch
+    run(config, resume=str(Path(sharded.train.run_dir) / "checkpoints" / "step-3"))
+    found = [record["loss"] for record in read_metrics(config.train.run_dir)]
+    if config.layout == sharded.layout:
+        assert found == losses(sharded)[3:]
+        assert_same_state(load(config, 6), load(sharded, 6))
+    else:
+        assert found == pytest.approx(losses(sharded)[3:], rel=1e-5)
+        weights, expected = load(config, 6).weights, load(sharded, 6).weights
+        assert all(torch.allclose(weights[name], value, atol=2e-3) for name, value in expected.items())
+    assert "head.weight" not in load(config, 6).weights
+
+
+def sharded_config(folder: Path, run_name: str, layout: str) -> RunConfig:
+    config = make_config(folder, run_name, layout, steps=6, save_every=3, eval_every=3, eval_batches=2)
+    return config.model_copy(update={"model": config.model.model_copy(update={"tied_head": True})})
+
+
+@pytest.fixture(scope="module")
+def sharded(folder: Path) -> RunConfig:
+    """A run at ZeRO-3 that saves after three of its six steps; stage 0 has the same losses."""
+    config = sharded_config(folder, "sharded", "dp=2,zero=3,micro_batch=2")
+    run(config)
+    plain = sharded_config(folder, "unsharded", "dp=2,micro_batch=2")
+    run(plain)
+    assert losses(config) == pytest.approx(losses(plain), rel=1e-6)
+    records = [record["valid_loss"] for record in read_metrics(config.train.run_dir) if "valid_loss" in record]
+    assert len(records) == 2
+    return config

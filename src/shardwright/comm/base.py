@@ -23,6 +23,11 @@ class Work:
     def wait(self) -> None:
         """Return when the result is there; raises :class:`RankError` when a peer is gone or time is up."""
 
+    @property
+    def done(self) -> bool:
+        """Whether the result is known to be there; False where only `wait` can tell."""
+        return True
+
     def on_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once when the result is there (for timing; from any thread)."""
         callback()

@@ -20,16 +20,31 @@ class DistWork(Work):
     """A ``torch.distributed`` work object with the verb's name for its errors."""
 
     def __init__(self, work: dist.Work, what: str) -> None:
-        self._work, self._what = work, what
+        self._work, self._what, self._done = work, what, False
+        self._when_waited: list[Callable[[], None]] = []
+
+    @property
+    def done(self) -> bool:
+        return self._done  # gloo tells of a send or a receive in no other way than by wait
 
     def wait(self) -> None:
+        if self._done:  # a second wait for one of gloo's sends would wait for another send
+            return
         try:
             self._work.wait()
+            self._done = True
         except RuntimeError as error:  # gloo and NCCL report lost peers and time-outs as RuntimeError
             raise _peer_error(self._what, error) from error
+        while self._when_waited:
+            self._when_waited.pop()()
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        self._work.get_future().then(lambda _: callback())
+        try:
+            future = self._work.get_future()
+        except RuntimeError:  # gloo's reduce-scatter does not tell
+            self._when_waited.append(callback)
+        else:
+            future.then(lambda _: callback())
 
 
 class DistComm(Comm):

@@ -43,6 +43,8 @@ Steps = Generator[Need, None, None]
 class ShmWork(Work):
     """A verb, a send or a receive under way."""
 
+    done = False
+
     def __init__(self, flight: InFlight, what: str, name: str) -> None:
         self.flight, self.what, self.name = flight, what, name
         self.done = False

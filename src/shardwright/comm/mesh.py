@@ -11,7 +11,7 @@ from shardwright.comm.solo import SoloComm
 from shardwright.comm.transport import Groups, transport_maker
 from shardwright.core.layout import Layout
 
-MESH_AXES = ("tp", "cp", "dp", "pp", "dp_cp", "world", "ep", "edp", "tied")
+MESH_AXES = ("tp", "cp", "dp", "pp", "dp_cp", "world", "ep", "edp", "tied", "dp_shard", "dp_replicate")
 """Axes that get a communicator, in the order in which all ranks create them."""
 
 
@@ -19,8 +19,8 @@ class Mesh:
     """Coordinates of one rank and its communicators; axes with the same ranks share one transport.
 
     ``mesh.tp``, ``mesh.cp``, ``mesh.dp``, ``mesh.pp``, ``mesh.dp_cp`` (ranks that hold the same dense slice),
-    ``mesh.world``, ``mesh.ep``, ``mesh.edp`` and ``mesh.tied`` (the two pipeline ends). Every verb is written to
-    ``mesh.recorder``'s ledger.
+    ``mesh.world``, ``mesh.ep``, ``mesh.edp``, ``mesh.tied`` (the two pipeline ends), ``mesh.dp_shard`` and
+    ``mesh.dp_replicate`` (dp_cp cut for hybrid sharding). Every verb is written to ``mesh.recorder``'s ledger.
     """
 
     tp: Comm
@@ -32,6 +32,8 @@ class Mesh:
     ep: Comm
     edp: Comm
     tied: Comm
+    dp_shard: Comm
+    dp_replicate: Comm
 
     def __init__(self, layout: Layout, rank: int, make: Callable[[str, Groups], Comm]) -> None:
         self.layout, self.rank = layout, rank
@@ -78,6 +80,13 @@ class Mesh:
         comms = [self.tp] if "tp" in axes else []
         data = tuple(axis for axis in ("cp", "dp") if axis in axes)
         comms += [self.dp_cp] if len(data) == 2 else [self.axis(axis) for axis in data]
+        comms += [self.tied] if "tied" in axes else []
+        return [comm for comm in comms if comm.size > 1]
+
+    def shard_reduce_comms(self, axes: tuple[str, ...]) -> list[Comm]:
+        """What is left to sum over ``axes`` once it is summed over ``dp_shard``; size 1 left out."""
+        comms = [self.tp] if "tp" in axes else []
+        comms += [self.dp_replicate]
         comms += [self.tied] if "tied" in axes else []
         return [comm for comm in comms if comm.size > 1]
 

@@ -37,6 +37,16 @@ class Recorder:
         ledger, self.ledger = self.ledger, Ledger()
         return ledger
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Entries made inside are in no ledger (looking at state, not a part of the step)."""
+        kept = self.ledger
+        self.ledger = Ledger()
+        try:
+            yield
+        finally:
+            self.ledger = kept
+
     def book(self, verb: str, axis: str, tensor: str, num_bytes: int) -> LedgerEntry:
         return self.ledger.add(self._phase, verb, axis, tensor, num_bytes)
 
@@ -51,6 +61,10 @@ class _RecordedWork(Work):
         now = time.perf_counter()
         self._entry.exposed_seconds += now - before
         self._entry.seconds += now - self._start
+
+    @property
+    def done(self) -> bool:
+        return self._work.done
 
     def on_done(self, callback: Callable[[], None]) -> None:
         self._work.on_done(callback)

@@ -44,6 +44,7 @@ class RankGrid:
     pp: int = 1
     ep: int = 1
     order: str = "tp-cp-dp-pp"
+    dp_replicate: int = 1
 
     @property
     def world_size(self) -> int:
@@ -58,8 +59,13 @@ class RankGrid:
     def edp(self) -> int:
         return self.stage_size // self.ep
 
+    @property
+    def dp_shard(self) -> int:
+        """Ranks over which sharded data parallelism cuts its state: those of ``dp_cp``, or of one replica among them."""
+        return self.dp * self.cp // self.dp_replicate
+
     def degree(self, axis: str) -> int:
-        """Ranks along an axis, a composite axis, ``ep`` or ``edp``."""
+        """Ranks along an axis, a composite axis, ``ep``, ``edp``, ``dp_shard`` or ``dp_replicate``."""
         if axis in COMPOSITE_AXES:
             return prod(self.degree(part) for part in COMPOSITE_AXES[axis])
         return int(getattr(self, axis))
@@ -99,11 +105,13 @@ class RankGrid:
         return tuple(sorted(groups, key=min))
 
     def axis_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of an axis by name (a mesh axis, a composite axis, ``ep`` or ``edp``), ranks of each ascending."""
+        """All groups of an axis by name (a mesh axis, a composite axis, or what :meth:`degree` knows), ranks ascending."""
         if axis in ("ep", "edp"):
             return self._folded_groups(axis)
         if axis == "tied":
             return self._end_groups()
+        if axis in ("dp_shard", "dp_replicate"):
+            return self._replica_groups(axis)
         parts = COMPOSITE_AXES.get(axis, (axis,))
         return self.groups(tuple(part for part in ORDERS[self.order] if part in parts))
 
@@ -114,6 +122,14 @@ class RankGrid:
             first, *between = ranks
             ends = (first, between.pop()) if between else (first,)
             groups += [tuple(sorted(ends)), *((rank,) for rank in between)]
+        return tuple(sorted(groups, key=min))
+
+    def _replica_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """``dp_cp`` cut into ``dp_replicate`` runs of neighbours (``dp_shard``), or the ranks at one place of each run."""
+        groups: list[tuple[int, ...]] = []
+        for ranks in self.axis_groups("dp_cp"):
+            runs = [ranks[start : start + self.dp_shard] for start in range(0, len(ranks), self.dp_shard)]
+            groups += runs if axis == "dp_shard" else [tuple(place) for place in zip(*runs, strict=True)]
         return tuple(sorted(groups, key=min))
 
     def _folded_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 Group = tuple[tuple[str, ...], tuple[str, ...], bool]
+Key = tuple[Group, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -55,37 +56,57 @@ class BucketPlan:
     def units(self) -> frozenset[str]:
         return frozenset(unit for member in self.members for unit in member.units)
 
+    @property
+    def gather_name(self) -> str:
+        """The name of its parameters in messages."""
+        return self.name.replace("gradients", "parameters")
+
+    def padded(self, num_shards: int) -> int:
+        """Elements of the bucket when it is cut into equal shards."""
+        return -(-self.numel // num_shards) * num_shards
+
 
 def plan_buckets(
-    members: Iterable[Member], unit_order: Sequence[str], bucket_mb: float, element_bytes: int = 4
+    members: Iterable[Member],
+    unit_order: Sequence[str],
+    bucket_mb: float,
+    element_bytes: int = 4,
+    *,
+    by_unit: bool = False,
+    prefix: str = "gradients",
 ) -> list[BucketPlan]:
     """Buckets in the order in which they become ready during backward.
 
     ``unit_order`` lists the units in order of use. A parameter is ready when the earliest unit that uses it is done
-    (backward reaches it last). A parameter larger than ``bucket_mb`` MiB gets a bucket of its own.
+    (backward reaches it last). A parameter larger than ``bucket_mb`` MiB gets a bucket of its own. ``by_unit``: what the
+    same units use is one bucket, whatever its size (it is gathered as one). ``prefix`` begins the buckets' names.
     """
     place = {unit: index for index, unit in enumerate(unit_order)}
     limit = max(1, int(bucket_mb * 2**20 / element_bytes))
+
+    def key(member: Member) -> Key:
+        return member.group, member.units if by_unit else ()
+
     ordered = sorted(members, key=lambda m: -min(place[unit] for unit in m.units))  # stable: order inside a unit stays
-    open_members: dict[Group, list[Member]] = {}
+    open_members: dict[Key, list[Member]] = {}
     closed: list[tuple[int, list[Member]]] = []
 
-    def close(group: Group) -> None:
+    def close(group: Key) -> None:
         members = open_members.pop(group)
         closed.append((min(place[unit] for member in members for unit in member.units), members))
 
     for member in ordered:
-        filled = sum(m.numel for m in open_members.get(member.group, []))
-        if filled and filled + member.numel > limit:
-            close(member.group)
-        open_members.setdefault(member.group, []).append(member)
+        filled = sum(m.numel for m in open_members.get(key(member), []))
+        if filled and filled + member.numel > limit and not by_unit:
+            close(key(member))
+        open_members.setdefault(key(member), []).append(member)
     for group in list(open_members):
         close(group)
     closed.sort(key=lambda item: -item[0])
-    return [_bucket(index, members) for index, (_, members) in enumerate(closed)]
+    return [_bucket(f"{prefix}.{index}", members) for index, (_, members) in enumerate(closed)]
 
 
-def _bucket(index: int, group: list[Member]) -> BucketPlan:
+def _bucket(name: str, group: list[Member]) -> BucketPlan:
     members = [m for m in group if m.decay] + [m for m in group if not m.decay]
     offsets, end = [], 0
     for member in members:
@@ -93,4 +114,4 @@ def _bucket(index: int, group: list[Member]) -> BucketPlan:
         end += member.numel
     decayed = sum(m.numel for m in members if m.decay)
     reduce_axes, shard_axes, copy = members[0].group
-    return BucketPlan(f"gradients.{index}", reduce_axes, tuple(members), tuple(offsets), decayed, end, shard_axes, copy)
+    return BucketPlan(name, reduce_axes, tuple(members), tuple(offsets), decayed, end, shard_axes, copy)

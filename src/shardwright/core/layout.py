@@ -114,11 +114,26 @@ class Layout:
 
     @property
     def grid(self) -> RankGrid:
-        return RankGrid(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, order=self.order)
+        return RankGrid(self.tp, self.cp, self.dp, self.pp, self.ep, self.order, self.dp_replicate)
 
     @property
     def world_size(self) -> int:
         return self.grid.world_size
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one replica's optimizer state (ZeRO); 1 without ZeRO."""
+        return self.grid.dp_shard if self.zero else 1
+
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether every rank has the reduced gradients of all that it holds, not of its shard only."""
+        return self.zero == 0 or (self.zero == 1 and self.zero1_reduce == "allreduce")
+
+    @property
+    def num_reductions(self) -> int:
+        """How often each gradient bucket is reduced in a step."""
+        return self.microbatches if self.zero >= 2 and self.accumulate == "reduce" else 1
 
     @property
     def sequence_parallel(self) -> bool:

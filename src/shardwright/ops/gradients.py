@@ -50,12 +50,27 @@ class GradQueue:
 
 
 class GradSlot:
-    """The gradient view of one parameter (same shape, contiguous) and whether this step has written it yet."""
+    """The gradient view of one parameter (same shape, contiguous) and whether this step has written it yet.
 
-    __slots__ = ("queue", "view", "written")
+    A slot whose buffer is temporary has no view between steps; ``allocate`` gives it one when it is first needed.
+    """
 
-    def __init__(self, view: Tensor, queue: GradQueue) -> None:
-        self.view, self.queue, self.written = view, queue, False
+    __slots__ = ("_allocate", "_view", "queue", "written")
+
+    def __init__(self, view: Tensor | None, queue: GradQueue, allocate: Callable[[], None] | None = None) -> None:
+        self._view, self.queue, self.written, self._allocate = view, queue, False, allocate
+
+    @property
+    def view(self) -> Tensor:
+        if self._view is None:
+            assert self._allocate is not None
+            self._allocate()
+            assert self._view is not None
+        return self._view
+
+    @view.setter
+    def view(self, view: Tensor | None) -> None:
+        self._view = view
 
     def add(self, gradient: Tensor) -> None:
         """Accumulate a gradient that exists as a tensor."""

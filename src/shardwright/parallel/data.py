@@ -1,17 +1,26 @@
-"""Data parallelism: gradients in flat buckets, reduced as backward makes them ready (DDP; Li et al. 2020).
+"""Data parallelism: gradients in flat buckets, reduced as backward makes them ready (DDP; Li et al. 2020), and the state
+behind them sharded (ZeRO; Rajbhandari et al. 2020).
 
-DDP:  batch[dp]  |  parameters, gradients, optimizer state on every rank
-sends 2 (N-1)/N of the gradient bytes per rank and step, in one **all-reduce** per bucket (N = dp * cp ranks).
+DDP:   batch[dp]  |  parameters, gradients, optimizer state on every rank
+ZeRO:  stage 1 optimizer state / N, stage 2 gradients / N too, stage 3 parameters too (`parallel.gather`)  |  N = dp * cp
+       / dp_replicate ranks
+sends  DDP 2 (N-1)/N of the gradient bytes per rank and step, in one **all-reduce** per bucket (N = dp * cp ranks); stages 1
+and 2 as much: one **reduce-scatter** of the gradients, one **all-gather** of the updated parameters.
 
 Life of a bucket: *ready* when the last W of the last unit that uses it is done, *launched* in the same order on every
 rank (so a ready bucket may wait for an earlier one), *waited for* before the update. What a rank waits for is the
 exposed tail. Gradients are sums (decision 5): the loss was divided by the tokens of the whole batch beforehand.
+
+A bucket that is sharded is padded with zeros to N equal shards; which parameters a shard cuts through makes no
+difference, since the optimizer works on flat ranges. The stages differ in what stays between uses of a bucket and in
+when it is gathered and reduced, in nothing else.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,68 +28,109 @@ from torch import Tensor, nn
 
 from shardwright.comm.base import Comm, Work
 from shardwright.comm.mesh import Mesh
+from shardwright.comm.solo import SoloComm
 from shardwright.core.buckets import BucketPlan
+from shardwright.core.layout import Layout
 from shardwright.core.ledger import BucketTiming
 from shardwright.errors import ConfigError
 from shardwright.ops.gradients import GradQueue, GradSlot, set_slot
-from shardwright.parallel.hooks import CommHook
+from shardwright.parallel.flat import FlatParameters
+from shardwright.parallel.hooks import CommHook, ShardHook, check_shards
+
+MOST_IN_FLIGHT = 2
+"""Temporary gradient buffers that may be on their way at once; before one more is sent, the first is waited for."""
 
 
 @dataclass
 class FlatRange:
-    """A contiguous range of one bucket with one decay rule: what the optimizer works on."""
+    """A contiguous range of one bucket (or of this rank's shard) with one decay rule: what the optimizer works on."""
 
     name: str
+    part: slice
     master: Tensor
     gradient: Tensor
     decay: bool
 
 
-class Bucket:
-    """One flat parameter buffer, its master copy and its flat gradient buffer, with an index of names.
+class Meter:
+    """Bytes of temporary buffers: now, and the most at any time."""
 
-    ``parameters``: compute dtype, the storage behind the module's parameters. ``master``: fp32 (fp64 for fp64), the same
-    tensor when the compute dtype is that already. ``gradients``: the master's dtype. Not ``wide``: all in the compute dtype.
+    def __init__(self) -> None:
+        self.now, self.peak = 0, 0
+
+    def add(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+
+class Bucket(FlatParameters):
+    """Flat parameters, their master copy and their flat gradients.
+
+    ``master``: fp32 (fp64 for fp64), the same memory as the parameters when the compute dtype is that already.
+    ``gradients``: the master's dtype. Not ``wide``: all in the compute dtype. ``comms`` are the axes to sum over.
+
+    With ``zero`` >= 1 ``master`` and ``gradients`` are this rank's shard. ``whole`` is the buffer that gradients are
+    written to: ``gradients`` itself (stage 0), a buffer of which it is a part (1), or one that is there from the first
+    gradient of a step to the end of its reduction only (2, 3).
     """
 
     def __init__(
-        self, plan: BucketPlan, parameters: Mapping[str, nn.Parameter], comms: Sequence[Comm], *, wide: bool = True
+        self,
+        plan: BucketPlan,
+        parameters: Mapping[str, nn.Parameter],
+        comms: Sequence[Comm],
+        shard: Comm,
+        *,
+        zero: int = 0,
+        wide: bool = True,
     ) -> None:
-        first = parameters[plan.members[0].name]
-        self.plan, self.comms, self.name = plan, list(comms), plan.name
-        master = first.dtype if not wide or first.dtype == torch.float64 else torch.float32
-        allocate = comms[0].empty if comms else _empty
-        self.parameters = torch.empty(plan.numel, dtype=first.dtype, device=first.device)
-        self.gradients = allocate(plan.numel, master, first.device)
-        for member, view in self.views(self.parameters):
-            parameter = parameters[member]
-            view.copy_(parameter.detach())
-            parameter.data = view
-        self.master = self.parameters if first.dtype == master else self.parameters.to(master)
+        super().__init__(plan, parameters, shard, zero=zero, mover=None if zero or not comms else comms[0])
+        self.comms = list(comms)
+        own = self.own_parameters
+        self.dtype = own.dtype if not wide or own.dtype == torch.float64 else torch.float32
+        self.has_master = own.dtype != self.dtype
+        self.master = own.to(self.dtype) if self.has_master else own
+        if zero <= 1:
+            self.whole: Tensor | None = self.new_gradients()
+            self.gradients = self.whole[self.own]
+        else:
+            self.whole, self.gradients = None, self._empty(own.numel(), self.dtype)
 
-    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(name, view of its shape) for each member of a flat tensor of this bucket's size."""
-        for member, offset in zip(self.plan.members, self.plan.offsets, strict=True):
-            yield member.name, flat[offset : offset + member.numel].view(member.shape)
+    def new_gradients(self) -> Tensor:
+        """A flat gradient buffer of the whole bucket: uninitialised, zero behind the last parameter."""
+        whole = self._empty(self.num_elements, self.dtype)
+        whole[self.plan.numel :].zero_()
+        return whole
 
     def ranges(self) -> list[FlatRange]:
-        """The decayed and the undecayed range, without empty ones."""
-        cut = self.plan.num_decayed
-        pieces = [("decayed", slice(0, cut), True), ("plain", slice(cut, self.plan.numel), False)]
-        return [
-            FlatRange(f"{self.name}.{kind}", self.master[part], self.gradients[part], decay)
-            for kind, part, decay in pieces
-            if part.stop > part.start
-        ]
+        """The decayed and the undecayed range of what this rank updates, without empty ones."""
+        cut, end, first = self.plan.num_decayed, self.plan.numel, self.own.start
+        found = []
+        for kind, low, high, decay in (("decayed", 0, cut, True), ("plain", cut, end, False)):
+            part = slice(max(low, first) - first, min(high, self.own.stop) - first)
+            if part.stop > part.start:
+                name = f"{self.name}.{kind}"
+                found.append(FlatRange(name, part, self.master[part], self.gradients[part], decay))
+        return found
 
-    def publish(self) -> None:
-        """Copy the updated master to the compute parameters (nothing to do when they are one tensor)."""
-        if self.master is not self.parameters:
-            self.parameters.copy_(self.master)
+    def publish(self) -> Work:
+        """Start to hand the updated master to the compute parameters of every rank."""
+        own = self.own_parameters
+        if self.has_master:
+            own.copy_(self.master)
+        if self.zero not in (1, 2):
+            return Work()
+        return self.shard.all_gather_start(self.parameters, own, name=self.plan.gather_name)
 
+    def named(self, kind: str = "parameters") -> dict[str, Tensor]:
+        """Whole tensors by name; ``kind`` is ``gradients``, ``master`` or ``parameters``."""
+        return super().named("parameters" if kind == "master" and not self.has_master else kind)
 
-def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
+    def fill_parameters(self, write: Callable[[str, Tensor], None]) -> None:
+        """New values for the parameters, and for the master in its own precision."""
+        super().fill_parameters(write)
+        if self.has_master:
+            self.fill(self.master, write)
 
 
 def _fingerprint(tensor: Tensor) -> int:
@@ -90,11 +140,26 @@ def _fingerprint(tensor: Tensor) -> int:
     return int((bits * (2 * torch.arange(bits.numel(), device=bits.device) + 1)).sum().item())
 
 
+@dataclass
+class Launch:
+    """One reduction of one bucket that was started. ``part``: its shard, to be added to the sum of earlier ones."""
+
+    index: int
+    work: Work
+    launch: float
+    part: Tensor | None = None
+    buffer: Tensor | None = None
+    end: float = 0.0
+    waited: float = 0.0
+    done: bool = False
+
+
 class GradientBuckets:
     """All buckets of a rank: begin a step, learn which units are done, reduce, wait.
 
     ``direct``: parameters get a :class:`GradSlot` and `ops` write gradients in place. Otherwise ``parameter.grad`` is the
-    bucket's view and autograd accumulates into it (compiled blocks, modules of the user's own).
+    bucket's view and autograd accumulates into it (compiled blocks, modules of the user's own). ``layout`` says what is
+    sharded (its ``zero``); nothing without one.
     """
 
     def __init__(
@@ -106,24 +171,52 @@ class GradientBuckets:
         *,
         direct: bool = True,
         wide: bool = True,
+        layout: Layout | None = None,
     ) -> None:
-        self.mesh, self.hook, self.queue, self.direct = mesh, hook, GradQueue(), direct
-        self.buckets = [Bucket(plan, parameters, mesh.reduce_comms(plan.reduce_axes), wide=wide) for plan in plans]
+        layout = layout or Layout()
+        self.mesh, self.hook, self.queue, self.direct, self.zero = mesh, hook, GradQueue(), direct, layout.zero
+        self.whole_gradients, self.num_reductions = layout.whole_gradients, layout.num_reductions
+        if not self.whole_gradients:
+            check_shards(hook)
+        assert direct or self.zero <= 1, "autograd accumulates into gradients that stay"
+        self.temporary = Meter()
+        """Of whole gradient buffers that do not stay."""
+        self.buckets = [self._make(plan, parameters, wide) for plan in plans]
         self._slots: list[list[GradSlot]] = []
-        for bucket in self.buckets:
-            self._slots.append([self._attach(parameters[name], view) for name, view in bucket.views(bucket.gradients)])
+        for index, bucket in enumerate(self.buckets):
+            self._slots.append(self._attach(index, bucket, parameters))
         self.begin()
 
-    def _attach(self, parameter: nn.Parameter, view: Tensor) -> GradSlot:
-        slot = GradSlot(view, self.queue)
-        if self.direct:
-            set_slot(parameter, slot)
-            parameter.grad = None
+    def _make(self, plan: BucketPlan, parameters: Mapping[str, nn.Parameter], wide: bool) -> Bucket:
+        mesh, axes = self.mesh, plan.reduce_axes
+        comms = mesh.reduce_comms(axes) if self.whole_gradients else mesh.shard_reduce_comms(axes)
+        shard = mesh.dp_shard if self.zero else SoloComm("dp_shard", mesh.rank)
+        return Bucket(plan, parameters, comms, shard, zero=self.zero, wide=wide)
+
+    def _attach(self, index: int, bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> list[GradSlot]:
+        if bucket.whole is None:
+            slots = [GradSlot(None, self.queue, lambda: self._allocate(index)) for _ in bucket.plan.members]
+            views: list[Tensor] = []
         else:
+            views = [view for _, view in bucket.views(bucket.whole)]
+            slots = [GradSlot(view, self.queue) for view in views]
+        for position, (member, slot) in enumerate(zip(bucket.plan.members, slots, strict=True)):
+            parameter = parameters[member.name]
             parameter.grad = None
-            parameter.grad_dtype = view.dtype  # autograd sums in it, whatever the parameter's own dtype
-            parameter.grad = view
-        return slot
+            if self.direct:
+                set_slot(parameter, slot)
+            else:
+                parameter.grad_dtype = bucket.dtype  # autograd sums in it, whatever the parameter's own dtype
+                parameter.grad = views[position]
+        return slots
+
+    def _allocate(self, index: int) -> None:
+        """Give a bucket the buffer that its gradients of this step are written to."""
+        bucket = self.buckets[index]
+        bucket.whole = bucket.new_gradients()
+        self.temporary.add(bucket.whole.nbytes)
+        for slot, (_, view) in zip(self._slots[index], bucket.views(bucket.whole), strict=True):
+            slot.view = view
 
     # -- one step --------------------------------------------------------------------------------------
 
@@ -133,57 +226,125 @@ class GradientBuckets:
             for slot in slots:
                 slot.written = not self.direct
             if not self.direct:
-                bucket.gradients.zero_()
+                assert bucket.whole is not None
+                bucket.whole.zero_()
         self.expect()
 
     def expect(self) -> None:
         """Expect every unit again, and keep the gradients: what comes is added to them."""
-        self._pending = [set(bucket.plan.units) for bucket in self.buckets]
+        self._written = [dict.fromkeys(bucket.plan.units, 0) for bucket in self.buckets]
+        self._num_launched = [0] * len(self.buckets)
         self._ready: list[float | None] = [None] * len(self.buckets)
-        self._launched: list[tuple[Work, float]] = []
-        self._ends: list[float] = [0.0] * len(self.buckets)
+        self._launched: list[Launch] = []
+        self._in_flight: deque[Launch] = deque()
         self._origin = time.perf_counter()
 
     def unit_done(self, unit: str) -> None:
-        """The last weight gradient of ``unit`` in this step is written; launches every bucket whose turn has come."""
-        for index, pending in enumerate(self._pending):
-            pending.discard(unit)
-            if not pending and self._ready[index] is None:
+        """A weight gradient of ``unit`` is written that is to be reduced; launches every bucket whose turn has come.
+
+        Called once a step for each unit, after its last W, or as often as the layout reduces.
+        """
+        for index, written in enumerate(self._written):
+            if unit in written:
+                written[unit] += 1
+            if self._ready[index] is None and min(written.values(), default=0) >= self.num_reductions:
                 self._ready[index] = self._now()
-        while len(self._launched) < len(self.buckets) and self._ready[len(self._launched)] is not None:
-            self._launch(len(self._launched))
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        if self.zero <= 1:
+            while len(self._launched) < len(self.buckets) and self._ready[len(self._launched)] is not None:
+                self._launch(len(self._launched))
+            return
+        for index, written in enumerate(self._written):  # at once, so that its buffer is free soon
+            while self._num_launched[index] < min(self.num_reductions, *written.values()):
+                self._launch(index)
 
     def finish(self) -> list[BucketTiming]:
         """Launch what is left, wait for all buckets, in order; the gradients are then those of the whole batch."""
-        for pending in self._pending:
-            pending.clear()
-        self.unit_done("")
+        for index, written in enumerate(self._written):
+            written.update(dict.fromkeys(written, self.num_reductions))
+            if self._ready[index] is None:
+                self._ready[index] = self._now()
+        self._launch_ready()
+        with self.mesh.recorder.phase("reduce"):
+            for launch in self._launched:
+                self.wait_for(launch)
+            self._sum_shards()
+        return self._timings()
+
+    def _sum_shards(self) -> None:
+        """Shards are summed over the axes that are left. Last, in order: other pipeline ranks may have to meet here."""
+        if self.whole_gradients:
+            return
+        last = {launch.index: launch for launch in self._launched}
+        for index, bucket in enumerate(self.buckets):
+            if bucket.comms:
+                before = self._now()
+                self.hook.start(bucket.gradients, bucket.comms, bucket.name).wait()
+                last[index].end = self._now()
+                last[index].waited += last[index].end - before
+
+    def _timings(self) -> list[BucketTiming]:
+        """One for each bucket: its last reduction, and what was waited for in all."""
         timings = []
-        for index, (work, launch) in enumerate(self._launched):
-            before = self._now()
-            with self.mesh.recorder.phase("reduce"):
-                work.wait()
-            now = self._now()
-            ready = self._ready[index]
+        for index, bucket in enumerate(self.buckets):
+            launches = [launch for launch in self._launched if launch.index == index]
+            ready, waited = self._ready[index], sum(launch.waited for launch in launches)
             assert ready is not None
-            end = min(self._ends[index] or now, now)
-            bucket = self.buckets[index]
-            size = bucket.gradients.numel() * bucket.gradients.element_size()
-            timings.append(BucketTiming(bucket.name, size, ready, launch, end, now - before))
+            size = bucket.num_elements * bucket.gradients.element_size()
+            last = launches[-1]
+            timings.append(BucketTiming(bucket.name, size, ready, last.launch, last.end, waited))
         return timings
 
     def _launch(self, index: int) -> None:
-        bucket = self.buckets[index]
+        bucket, launched = self.buckets[index], self._now()
         for slot in self._slots[index]:
             if not slot.written:  # unused in this step: a zero gradient, not an old one
                 slot.view.zero_()
                 slot.written = True
-        launch = self._now()
+        if bucket.whole is None:
+            self._allocate(index)
+        assert bucket.whole is not None
         with self.mesh.recorder.phase("reduce"):
-            work = self.hook.start(bucket.gradients, bucket.comms, bucket.name)
-        self._launched.append((work, launch))
-        ends = self._ends  # of this step: the call may come late, from another thread
-        work.on_done(lambda: ends.__setitem__(index, self._now()))
+            if self.whole_gradients:
+                launch = Launch(index, self.hook.start(bucket.whole, bucket.comms, bucket.name), launched)
+            else:
+                launch = self._scatter(index, bucket.whole, launched)
+        self._num_launched[index] += 1
+        self._launched.append(launch)
+        # may be called late, from another thread
+        launch.work.on_done(lambda: setattr(launch, "end", launch.end or self._now()))
+
+    def _scatter(self, index: int, whole: Tensor, launched: float) -> Launch:
+        """Start the sum over the shard axis; each rank gets its shard, and a temporary buffer is given up."""
+        bucket, hook = self.buckets[index], self.hook
+        assert isinstance(hook, ShardHook)
+        while self.zero >= 2 and len(self._in_flight) >= MOST_IN_FLIGHT:
+            self.wait_for(self._in_flight.popleft())
+        part = torch.empty_like(bucket.gradients) if self._num_launched[index] else None
+        target = bucket.gradients if part is None else part
+        launch = Launch(index, hook.scatter(whole, target, bucket.shard, bucket.name), launched, part)
+        if self.zero >= 2:
+            launch.buffer, bucket.whole = whole, None
+            for slot in self._slots[index]:
+                slot.view, slot.written = None, False
+            self._in_flight.append(launch)
+        return launch
+
+    def wait_for(self, launch: Launch) -> None:
+        """Return when a reduction is done; its shard is added to what was reduced before, its buffer is free."""
+        if launch.done:
+            return
+        before = self._now()
+        launch.work.wait()
+        if launch.part is not None:
+            self.buckets[launch.index].gradients.add_(launch.part)
+        if launch.buffer is not None:
+            self.temporary.add(-launch.buffer.nbytes)
+        launch.part, launch.buffer, launch.done = None, None, True
+        now = self._now()
+        launch.end, launch.waited = min(launch.end or now, now), now - before
 
     def _now(self) -> float:
         return time.perf_counter() - self._origin
@@ -191,8 +352,24 @@ class GradientBuckets:
     # -- whole-state views -----------------------------------------------------------------------------
 
     def named(self, kind: str) -> dict[str, Tensor]:
-        """Views by parameter name; ``kind`` is ``gradients``, ``master`` or ``parameters``."""
-        return {name: view for bucket in self.buckets for name, view in bucket.views(getattr(bucket, kind))}
+        """Whole tensors by parameter name; ``kind`` is ``gradients``, ``master`` or ``parameters``.
+
+        Views where this rank has all of it, else put together from the shards: then all ranks must call.
+        """
+        found: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            if kind == "gradients" and self.whole_gradients:
+                assert bucket.whole is not None
+                found |= dict(bucket.views(bucket.whole))
+            else:
+                found |= bucket.named(kind)
+        return found
+
+    @property
+    def reduced(self) -> list[Tensor]:
+        """Each bucket's reduced gradients as this rank has them: whole, or its shard."""
+        whole = self.whole_gradients
+        return [bucket.whole if whole and bucket.whole is not None else bucket.gradients for bucket in self.buckets]
 
     def check_replicas(self) -> None:
         """Refuse to start when ranks that must hold equal parameters do not; names the parameter."""
@@ -212,9 +389,9 @@ class GradientBuckets:
     def memory(self) -> dict[str, int]:
         """Persistent bytes by class."""
         buckets = self.buckets
-        master = sum(b.master.nbytes for b in buckets if b.master is not b.parameters)
+        kept = [bucket.whole if self.zero <= 1 and bucket.whole is not None else bucket.gradients for bucket in buckets]
         return {
-            "parameters": sum(b.parameters.nbytes for b in buckets),
-            "gradients": sum(b.gradients.nbytes for b in buckets),
-            "master": master,
+            "parameters": sum(bucket.parameters.nbytes for bucket in buckets),
+            "gradients": sum(gradients.nbytes for gradients in kept),
+            "master": sum(bucket.master.nbytes for bucket in buckets if bucket.has_master),
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,6 +29,13 @@ class CommHook(Protocol):
     def start(self, gradients: Tensor, comms: Sequence[Comm], name: str) -> Work: ...
 
 
+@runtime_checkable
+class ShardHook(CommHook, Protocol):
+    """A hook that can also leave each rank its shard of the sum: ``gradients`` (N k) -> ``shard`` (k), over one comm."""
+
+    def scatter(self, gradients: Tensor, shard: Tensor, comm: Comm, name: str) -> Work: ...
+
+
 def num_ranks(comms: Sequence[Comm]) -> int:
     """How many ranks ``comms`` reduce over together."""
     return math.prod(comm.size for comm in comms)
@@ -39,6 +46,10 @@ class _Chain(Work):
 
     def __init__(self, first: Work, then: Callable[[], None]) -> None:
         self._first, self._then = first, then
+
+    @property
+    def done(self) -> bool:
+        return False
 
     def wait(self) -> None:
         self._first.wait()
@@ -70,6 +81,9 @@ class AllReduce:
 
         return _Chain(work, rest)
 
+    def scatter(self, gradients: Tensor, shard: Tensor, comm: Comm, name: str) -> Work:
+        return comm.reduce_scatter_start(shard, gradients, name=name)
+
 
 class Compressed:
     """Sum (or mean) in a smaller dtype: half the bytes, rounded once before the sum and at each addition.
@@ -93,6 +107,16 @@ class Compressed:
 
         return _Chain(work, widen)
 
+    def scatter(self, gradients: Tensor, shard: Tensor, comm: Comm, name: str) -> Work:
+        small = gradients.to(self.dtype)
+        part = small.new_empty(shard.numel())
+        work = comm.reduce_scatter_start(part, small, name=name)
+
+        def widen() -> None:
+            shard.copy_(part)
+
+        return _Chain(work, widen)
+
 
 class FunctionHook:
     """A function of the user's own: ``function(gradients, comms, name)`` reduces the flat ``gradients`` in place.
@@ -113,6 +137,15 @@ class FunctionHook:
 
     def start(self, gradients: Tensor, comms: Sequence[Comm], name: str) -> Work:
         return self.function(gradients, comms, name) or Work()
+
+
+def check_shards(hook: CommHook) -> None:
+    """Refuse a hook that knows whole gradients only where each rank keeps a shard of them."""
+    if not isinstance(hook, ShardHook):
+        raise ConfigError(
+            f"communication hook {hook.name!r} reduces whole gradients, but this layout keeps shards of them; give it a "
+            "method scatter(gradients, shard, comm, name), or use zero=0 or zero1_reduce=allreduce"
+        )
 
 
 def check_reduction(hook: CommHook, wanted: Reduction, why: str) -> None:

@@ -10,7 +10,8 @@ reduction, later gather and free) happens here, never in autograd or module hook
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,8 +21,11 @@ from torch import Tensor
 
 from shardwright.comm.base import Comm, Work
 from shardwright.comm.record import Recorder
+from shardwright.errors import RankError
 from shardwright.ops.gradients import GradQueue
 from shardwright.schedule.action import Action, Kind, Schedule
+from shardwright.schedule.passes import receives_to_post
+from shardwright.schedule.simulate import Span
 
 
 class MicroBatch(Protocol):
@@ -40,6 +44,27 @@ class Reducer(Protocol):
     queue: GradQueue
 
     def unit_done(self, unit: str) -> None: ...
+
+
+class Weights(Protocol):
+    """Who is told when a unit's parameters are needed: before and after each of its forward and backward passes."""
+
+    def begin(self) -> None: ...
+    def acquire(self, unit: str) -> None: ...
+    def release(self, unit: str) -> None: ...
+
+
+class Resident:
+    """Parameters that are always there."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def acquire(self, unit: str) -> None:
+        """Nothing to gather."""
+
+    def release(self, unit: str) -> None:
+        """Nothing to free."""
 
 
 @dataclass
@@ -64,7 +89,10 @@ class Executor:
 
     ``recompute``: ``full`` keeps a unit's input only and runs its forward again before its backward. ``token_shards``:
     ranks that the tokens between units are split over (tp with sequence parallelism); stages exchange T / token_shards
-    rows.
+    rows. ``reduce_each``: the reducer hears of every micro-batch's W, not of the last one's only.
+
+    After a step ``spans`` has the start and end of each action (``time.perf_counter``; on CUDA, when it was launched) and
+    ``most_in_flight`` the most micro-batches that each stage held. ``note`` is told what the rank is at, in words.
     """
 
     def __init__(
@@ -78,14 +106,21 @@ class Executor:
         recompute: str = "none",
         dtype: torch.dtype = torch.float32,
         token_shards: int = 1,
+        reduce_each: bool = False,
+        weights: Weights | None = None,
     ) -> None:
-        self.token_shards = token_shards
+        self.weights = weights or Resident()
+        self.token_shards, self.reduce_each = token_shards, reduce_each
         self.schedule, self.stages, self.pp, self.reducer, self.recorder = schedule, stages, pp, reducer, recorder
         self.recompute, self.dtype = recompute, dtype
         self._order = self._incoming()
+        self._posted = max(1, receives_to_post(schedule))  # so many per neighbour: then even sends that block end
         self._sends: deque[tuple[Work, Tensor]] = deque()
-        self._most_sends = 2 * schedule.num_stages + 2  # older ones have long been taken
+        self._most_sends = 2 * schedule.num_stages + 2  # where a transport does not tell what has been taken
+        self.spans: list[Span] = []
+        self.most_in_flight: Counter[int] = Counter()
         self.on_action: Callable[[Action], None] | None = None
+        self.note: Callable[[str], None] | None = None
         self._handlers: dict[Kind, Callable[[int, int], None]] = {
             Kind.F: self._forward,
             Kind.B: lambda stage, m: self._backward(stage, m, defer=True),
@@ -109,24 +144,43 @@ class Executor:
         self._expected = {source: deque(order) for source, order in self._order.items()}
         self._arriving: dict[Action, tuple[Work, Tensor]] = {}
         self._weights_done = dict.fromkeys(self.stages, 0)
+        self._held: Counter[int] = Counter()
+        self.spans, self.most_in_flight = [], Counter()
         self._loss = torch.zeros((), dtype=loss_scale.dtype, device=loss_scale.device)
+        self.weights.begin()
+        for source in self._expected:
+            for _ in range(min(self._posted, len(self._expected[source]))):
+                self._post_receive(source)
         for action in self.schedule.rows[self.pp.rank]:
-            if self.on_action is not None:
-                self.on_action(action)
-            with self.recorder.phase(_PHASES[action.kind]):
-                self._handlers[action.kind](action.stage, action.microbatch)
+            self._act(action)
         while self._sends:
             self._sends.popleft()[0].wait()
         assert not self._in_flight, f"micro-batches left in flight: {sorted(self._in_flight)}"
         return self._loss
 
+    def _act(self, action: Action) -> None:
+        if self.note is not None:
+            self.note(_in_words(action))
+        if self.on_action is not None:
+            self.on_action(action)
+        start = time.perf_counter()
+        try:
+            with self.recorder.phase(_PHASES[action.kind]):
+                self._handlers[action.kind](action.stage, action.microbatch)
+        except RankError as error:
+            raise RankError(f"{error}; the rank was at {_in_words(action)}", rank=error.rank) from error
+        self.spans.append(Span(action, start, time.perf_counter()))
+
     # -- compute -----------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, m: int) -> None:
         flight = self._in_flight[stage, m] = _InFlight()
+        self._held[stage] += 1
+        self.most_in_flight[stage] = max(self.most_in_flight[stage], self._held[stage])
         microbatch = self._microbatches[m]
         x = microbatch.tokens if stage == 0 else self._activations.pop((stage, m))
-        for unit in self.stages[stage].units.values():
+        for name, unit in self.stages[stage].units.items():
+            self.weights.acquire(name)
             x = x.detach()
             if self.recompute == "full":
                 with torch.no_grad():
@@ -135,6 +189,7 @@ class Executor:
                 x = x.requires_grad_(x.is_floating_point())
                 y = unit(x, microbatch)
                 flight.outputs.append(y)
+            self.weights.release(name)
             flight.inputs.append(x)
             x = y
         if stage == self.schedule.num_stages - 1:
@@ -149,6 +204,7 @@ class Executor:
         queue = self.reducer.queue
         queue.defer = defer
         for name, unit in reversed(list(self.stages[stage].units.items())):
+            self.weights.acquire(name)
             x = flight.inputs.pop()
             if self.recompute == "full":
                 x = x.requires_grad_(x.is_floating_point())
@@ -159,6 +215,7 @@ class Executor:
             if y.requires_grad:  # not so for an embedding whose parameters are all frozen
                 torch.autograd.backward(y, gradient.to(y.dtype))
             del y
+            self.weights.release(name)
             if x.grad is not None:
                 gradient, x.grad = x.grad, None
             if defer:
@@ -180,11 +237,12 @@ class Executor:
         self._microbatch_written(stage, m)
 
     def _unit_written(self, stage: int, unit: str) -> None:
-        if self._weights_done[stage] + 1 == self.schedule.num_microbatches:
+        if self.reduce_each or self._weights_done[stage] + 1 == self.schedule.num_microbatches:
             self.reducer.unit_done(unit)
 
     def _microbatch_written(self, stage: int, m: int) -> None:
         self._weights_done[stage] += 1
+        self._held[stage] -= 1
         del self._in_flight[stage, m]
 
     # -- neighbours --------------------------------------------------------------------------------------
@@ -206,11 +264,11 @@ class Executor:
     def _send(self, tensor: Tensor, to: int, name: str) -> None:
         tensor = tensor.contiguous()
         self._sends.append((self.pp.send(tensor, to, name=name), tensor))
-        while len(self._sends) > self._most_sends:
+        while self._sends and (self._sends[0][0].done or len(self._sends) > self._most_sends):
             self._sends.popleft()[0].wait()
 
     def _arrived(self, action: Action) -> Tensor:
-        """What ``action`` receives. Receives are posted in the order in which the neighbour sends, one ahead."""
+        """What ``action`` receives. Receives are posted in the order in which the neighbour sends, some ahead."""
         source = self._source(action)
         while action not in self._arriving:
             self._post_receive(source)
@@ -260,13 +318,19 @@ class Executor:
                 shape = (microbatch.tokens.shape[0] // self.token_shards, units.width)
                 x = torch.empty(shape, dtype=self.dtype, device=microbatch.tokens.device)
                 self.pp.receive(x, place[stage - 1], name=f"activations.{stage - 1}").wait()
-            for unit in units.units.values():
+            for name, unit in units.units.items():
+                self.weights.acquire(name)
                 x = unit(x, microbatch)
+                self.weights.release(name)
             if stage == last:
                 loss = x
             elif place[stage + 1] != self.pp.rank:
                 self._send(x, place[stage + 1], f"activations.{stage}")
         return loss
+
+
+def _in_words(action: Action) -> str:
+    return f"stage {action.stage}, action {action}, micro-batch {action.microbatch}"
 
 
 _PHASES = {kind: ("B" if kind in (Kind.BW, Kind.SEND_B, Kind.RECV_B) else kind.value) for kind in Kind} | {

@@ -11,6 +11,7 @@ from shardwright.core.ledger import Ledger, ring_bytes
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.specs import TIED, bucket_members, unit_names
 from shardwright.core.stages import split_units
+from shardwright.schedule.gathers import plan_gathers, unit_uses
 from shardwright.schedule.make import make_schedule
 
 REDUCE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -34,7 +35,16 @@ def gradient_buckets(
     """The buckets of one rank, without parameters whose name starts with one of ``frozen``."""
     members = bucket_members(model, layout, layout.grid.coordinates(rank), held_units(model, layout, rank))
     trained = [member for member in members if not (frozen and member.name.startswith(tuple(frozen)))]
-    return plan_buckets(trained, unit_names(model), layout.bucket_mb)
+    return plan_buckets(trained, unit_names(model), layout.bucket_mb, by_unit=layout.zero == 3)
+
+
+def frozen_buckets(model: ModelConfig, layout: Layout, frozen: Sequence[str] = (), rank: int = 0) -> list[BucketPlan]:
+    """The parameters of one rank that are not trained, as ZeRO-3 shards them; none in other stages."""
+    if layout.zero < 3 or not frozen:
+        return []
+    members = bucket_members(model, layout, layout.grid.coordinates(rank), held_units(model, layout, rank))
+    kept = [member for member in members if member.name.startswith(tuple(frozen))]
+    return plan_buckets(kept, unit_names(model), layout.bucket_mb, by_unit=True, prefix="frozen")
 
 
 def predict_step(
@@ -44,7 +54,8 @@ def predict_step(
 
     DDP (Li et al. 2020, section 3): 2 (N-1)/N of each bucket's bytes, once a step whatever the accumulation. Tensor
     parallelism: per micro-batch and layer, see :func:`tensor_parallel_traffic`. Pipeline: T x D per micro-batch and
-    boundary, each way. And the small messages that make every rank agree on the token count, the norm and the loss.
+    boundary, each way. Sharded data parallelism: :func:`bucket_traffic`. And the small messages that make every rank agree
+    on the token count, the norm and the loss.
     """
     ledger = Ledger()
     wide = 8 if layout.precision == "fp64" else 4
@@ -59,16 +70,63 @@ def predict_step(
         if layout.grid.degree(axis) > 1:
             sent = ring_bytes("all_reduce", 1, wide, layout.grid.degree(axis))
             ledger.add("update", "all_reduce", axis, "norm", sent)
-    element = wide if layout.reduce_dtype == "fp32" else REDUCE_BYTES[layout.reduce_dtype]
-    for bucket in gradient_buckets(model, layout, frozen, rank):
-        for axis, size in _reductions(layout, bucket.reduce_axes):
-            sent = ring_bytes("all_reduce", bucket.numel, element, size)
-            ledger.add("reduce", "all_reduce", axis, bucket.name, sent)
+    buckets = gradient_buckets(model, layout, frozen, rank)
+    for bucket in buckets:
+        bucket_traffic(ledger, layout, bucket)
+    if layout.zero == 3 and layout.num_shards > 1:
+        gather_traffic(ledger, model, layout, [*buckets, *frozen_buckets(model, layout, frozen, rank)], rank)
+    if layout.num_shards > 1 and not layout.whole_gradients:
+        sent = ring_bytes("all_reduce", 2, wide, layout.num_shards)
+        ledger.add("update", "all_reduce", "dp_shard", "norm", sent)
     if layout.world_size > 1:
         gathered = METRIC_ELEMENTS * layout.world_size
         sent = ring_bytes("all_gather", gathered, METRIC_BYTES, layout.world_size)
         ledger.add("metrics", "all_gather", "world", "metrics", sent)
     return ledger
+
+
+def bucket_traffic(ledger: Ledger, layout: Layout, bucket: BucketPlan) -> None:
+    """Add one step's traffic of one bucket of P elements, padded to the N shards (Rajbhandari et al. 2020, section 7).
+
+    ZeRO-1 and 2: (N-1)/N P reduce-scattered, once or after every micro-batch (``accumulate``), and (N-1)/N P gathered in
+    the compute dtype after the update (ZeRO-3: :func:`gather_traffic` instead). ``zero1_reduce=allreduce``: 2 (N-1)/N P
+    and the gather. Over tp, between replicas and between tied ends only the shard of P/N elements is summed, once a step.
+    """
+    shards = layout.num_shards
+    padded = bucket.padded(shards)
+    wide = 8 if layout.precision == "fp64" else 4
+    element = wide if layout.reduce_dtype == "fp32" else REDUCE_BYTES[layout.reduce_dtype]
+    if layout.whole_gradients:
+        elements, reductions = padded, _reductions(layout, bucket.reduce_axes)
+    else:
+        elements, reductions = padded // shards, _shard_reductions(layout, bucket.reduce_axes)
+        if shards > 1:
+            times = layout.num_reductions
+            sent = ring_bytes("reduce_scatter", padded, element, shards)
+            ledger.add("reduce", "reduce_scatter", "dp_shard", bucket.name, sent * times, count=times)
+    for axis, size in reductions:
+        ledger.add("reduce", "all_reduce", axis, bucket.name, ring_bytes("all_reduce", elements, element, size))
+    if shards > 1 and layout.zero < 3:
+        sent = ring_bytes("all_gather", padded, ACTIVATION_BYTES[layout.precision], shards)
+        ledger.add("update", "all_gather", "dp_shard", bucket.gather_name, sent)
+
+
+def gather_traffic(
+    ledger: Ledger, model: ModelConfig, layout: Layout, buckets: Sequence[BucketPlan], rank: int
+) -> None:
+    """Add the gathers of ZeRO-3 in one step: (N-1)/N P each, as often as `schedule.gathers` says.
+
+    ``reshard=always``: before each forward and each backward. ``after_backward``: once a step while gradients are deferred,
+    else once for each run of micro-batches in flight (at pp=1 once each).
+    """
+    schedule = make_schedule(layout)
+    stages = split_units(model, schedule.num_stages, layout.stages)
+    uses = unit_uses(schedule, layout.grid.coordinates(rank)["pp"], stages)
+    for use in plan_gathers(uses, [bucket.units for bucket in buckets], layout):
+        for bucket in (buckets[index] for index in use.gather):
+            padded = bucket.padded(layout.num_shards)
+            sent = ring_bytes("all_gather", padded, ACTIVATION_BYTES[layout.precision], layout.num_shards)
+            ledger.add(use.phase, "all_gather", "dp_shard", bucket.gather_name, sent)
 
 
 def pipeline_traffic(ledger: Ledger, model: ModelConfig, layout: Layout, seq_len: int, rank: int) -> None:
@@ -100,6 +158,15 @@ def _reductions(layout: Layout, axes: Sequence[str]) -> list[tuple[str, int]]:
     if data:
         name = "dp_cp" if len(data) == 2 else data[0]
         found.append((name, layout.grid.degree(name)))
+    if "tied" in axes:
+        found.append(("tied", 2))
+    return [(name, size) for name, size in found if size > 1]
+
+
+def _shard_reductions(layout: Layout, axes: Sequence[str]) -> list[tuple[str, int]]:
+    """The groups that a bucket's shard is summed over once it is summed over ``dp_shard``."""
+    found = [("tp", layout.tp)] if "tp" in axes else []
+    found.append(("dp_replicate", layout.dp_replicate))
     if "tied" in axes:
         found.append(("tied", 2))
     return [(name, size) for name, size in found if size > 1]

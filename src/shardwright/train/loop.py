@@ -37,6 +37,7 @@ from shardwright.train.peak import peak_flops
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.state import full_tensors, local_tensors
 from shardwright.train.step import StepResult, Trainer, check_supported
+from shardwright.train.timeline import RankClock, pipeline_report, write_trace
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,14 @@ class Run:
         self.run_dir = Path(config.train.run_dir)
         self.is_main = mesh.rank == 0
         self.trainer = Trainer(config, mesh, device)
+        self.trainer.executor.note = env.note
+        place = mesh.coordinates
+        self.clock = RankClock(mesh.rank, place["pp"], ", ".join(f"{axis} {place[axis]}" for axis in ("pp", "dp", "tp")))
         self.step, self.samples = 0, 0
         self.checkpoint: Path | None = None
         self._restore()
         self.trainer.buckets.check_replicas()
+        self.mesh.recorder.take()  # what setting up has sent is no part of the first step
         self.peak_flops = peak_flops(config, device)
         self.last_ledger = Ledger()
         self.valid_loss: float | None = None
@@ -219,6 +224,8 @@ class Run:
                 batches, waited = prefetch.next()
                 result = self.trainer.step(batches, self.step)
                 seconds = time.perf_counter() - start
+                executor = self.trainer.executor
+                self.clock.add(executor.spans, executor.most_in_flight, trace=self.options.profile)
                 self.step += 1
                 self.samples = sampler.first_sample(self.step)
                 self.last_ledger, stopped = result.ledger, result.stop
@@ -234,7 +241,7 @@ class Run:
                     profiler.step()
         if writer is not None:
             writer.close()
-        return self._summary(losses, stopped)
+        return self._summary(losses, stopped) | self._pipeline()
 
     def _record(self, result: StepResult, seconds: float, waited: float, evaluated: bool) -> dict[str, Any]:
         config = self.config
@@ -290,6 +297,18 @@ class Run:
             }
             (self.run_dir / "ledger.json").write_text(json.dumps(table, indent=2), encoding="utf-8")
         return summary
+
+    def _pipeline(self) -> dict[str, Any]:
+        """``pipeline``: rank 0's pipeline, measured and simulated; and the lanes of all ranks in the trace, if asked for."""
+        if self.config.layout.pp == 1:
+            return {}
+        if self.options.profile:
+            everybody = self.mesh.world.gather_objects(self.clock)
+            if self.is_main:
+                write_trace(self.run_dir / "trace.json", everybody)
+        self.clock.traced.clear()
+        report = pipeline_report(self.trainer.executor.schedule, self.mesh.pp.gather_objects(self.clock))
+        return {} if report is None else {"pipeline": report.to_json()}
 
     # -- data and evaluation -------------------------------------------------------------------------------
 
@@ -364,10 +383,11 @@ class Run:
 
     def _copy_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         trainer = self.trainer
-        named = trainer.parameters.items()
-        copy_weights(named, trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
-        masters = trainer.buckets.named("master").items()  # in fp32 also where the parameters are not
-        copy_weights(masters, trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
+
+        def write(name: str, view: torch.Tensor) -> None:
+            copy_weights([(name, view)], trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
+
+        trainer.fill_parameters(write)  # masters in fp32 also where the parameters are not
 
     def _maybe_save(self, last: bool) -> None:
         every = self.config.train.save_every
@@ -393,7 +413,7 @@ class Run:
         trainer, specs, device = self.trainer, self.trainer.model.specs, self.trainer.device
         frozen = tuple(self.config.train.freeze)
         trained = [name for name in specs if not (frozen and name.startswith(frozen))]
-        weights = {name: parameter.detach() for name, parameter in trainer.parameters.items()}
+        weights = trainer.named_parameters()
         optimizer = trainer.optimizer.named_state()
         return CheckpointState(
             step=self.step,

@@ -53,22 +53,20 @@ class FlatOptimizer:
         self._ranges = [self._range_states(index, bucket) for index, bucket in enumerate(buckets)]
 
     def _range_states(self, index: int, bucket: Bucket) -> list[tuple[FlatRange, list[Tensor]]]:
-        cut, end = bucket.plan.num_decayed, bucket.plan.numel
-        found = []
-        for flat in bucket.ranges():
-            part = slice(0, cut) if flat.decay else slice(cut, end)
-            found.append((flat, [self.state[kind][index][part] for kind in self.kinds]))
-        return found
+        return [(flat, [self.state[kind][index][flat.part] for kind in self.kinds]) for flat in bucket.ranges()]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update of all ranges, then the masters are published to the compute parameters."""
+        """One update of all ranges; each bucket's master is published to the compute parameters as soon as it is updated."""
         self.step_count += 1
         update = self._adamw if self.config.name == "adamw" else self._sgd
+        published = []
         for bucket, ranges in zip(self.buckets, self._ranges, strict=True):
             for flat, state in ranges:
                 update(flat, state, lr)
-            bucket.publish()
+            published.append(bucket.publish())
+        for work in published:
+            work.wait()
 
     def _adamw(self, flat: FlatRange, state: list[Tensor], lr: float) -> None:
         config = self.config
@@ -97,34 +95,47 @@ class FlatOptimizer:
         flat.master.add_(momentum, alpha=-lr)
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:
-        """State kind -> parameter name -> a view of its shape (and ``master`` where it is apart from the parameters)."""
+        """State kind -> parameter name -> a tensor of its shape (and ``master`` where it is apart from the parameters).
+
+        Views, or put together from the ranks' shards; then all ranks must call.
+        """
         named = {
             kind: {
                 name: view
                 for bucket, flat in zip(self.buckets, flats, strict=True)
-                for name, view in bucket.views(flat)
+                for name, view in bucket.views(bucket.gathered(flat))
             }
             for kind, flats in self.state.items()
         }
-        if any(bucket.master is not bucket.parameters for bucket in self.buckets):
-            named["master"] = {name: view for bucket in self.buckets for name, view in bucket.views(bucket.master)}
+        if any(bucket.has_master for bucket in self.buckets):
+            named["master"] = {name: view for bucket in self.buckets for name, view in bucket.named("master").items()}
         return named
+
+    def _flats(self) -> dict[str, list[Tensor]]:
+        """What a checkpoint fills, by kind: this rank's part of each bucket."""
+        masters = {"master": [bucket.master for bucket in self.buckets]}
+        return self.state | (masters if any(bucket.has_master for bucket in self.buckets) else {})
 
     @torch.no_grad()
     def load(self, state: dict[str, dict[str, Tensor]], step_count: int) -> None:
         """Fill from :meth:`named_state` of any bucket plan; strict in kinds and names."""
-        mine = self.named_state()
+        mine = self._flats()
         if state.keys() != mine.keys():
             raise CheckpointError(
                 f"the checkpoint holds optimizer state {sorted(state)} but {self.config.name} needs {sorted(mine)}; "
                 "resume with the same optimizer and precision, or start a new run from its weights (train.init_from)"
             )
-        for kind, views in mine.items():
-            missing = views.keys() ^ state[kind].keys()
+        names = {member.name for bucket in self.buckets for member in bucket.plan.members}
+        for kind, flats in mine.items():
+            missing = names ^ state[kind].keys()
             if missing:
                 raise CheckpointError(f"optimizer state {kind} does not match the trained parameters: {sorted(missing)[:5]}")
-            for name, view in views.items():
-                view.copy_(state[kind][name])
+
+            def write(name: str, view: Tensor, given: dict[str, Tensor] = state[kind]) -> None:
+                view.copy_(given[name])
+
+            for bucket, flat in zip(self.buckets, flats, strict=True):
+                bucket.fill(flat, write)
         self.step_count = step_count
 
     def memory(self) -> int:
@@ -132,21 +143,27 @@ class FlatOptimizer:
         return sum(flat.nbytes for flats in self.state.values() for flat in flats)
 
 
-def global_norm(buckets: GradientBuckets, mesh: Mesh) -> Tensor:
+def global_norm(buckets: GradientBuckets, mesh: Mesh, device: torch.device | None = None) -> Tensor:
     """The norm of the full gradient, each distinct parameter counted once; a scalar, equal on every rank.
 
-    Squares are summed over the axes that shard a parameter only; over pp, whose stages hold different parameters, all.
+    Squares are summed over the axes that shard a parameter only; over pp, whose stages hold different parameters, all. Where
+    gradients are shards (ZeRO), over the ranks that hold them: what a shard is padded with is zero.
+    ``device``: where the scalar is on a rank that trains nothing, as all of its stages are frozen.
     """
-    held = _zero_scalar(buckets)
+    held = _zero_scalar(buckets, mesh, device)
     sharded = held.clone()
-    for bucket in buckets.buckets:
+    for bucket, gradients in zip(buckets.buckets, buckets.reduced, strict=True):
         if bucket.plan.copy:
             continue
-        square = torch.linalg.vector_norm(bucket.gradients).square()
+        square = torch.linalg.vector_norm(gradients).square()
         if "tp" in bucket.plan.shard_axes:
             sharded += square
         else:
             held += square
+    if mesh.dp_shard.size > 1 and not buckets.whole_gradients:
+        both = torch.stack([held, sharded])
+        mesh.dp_shard.all_reduce(both, name="norm")
+        held, sharded = both[0], both[1].clone()
     if mesh.tp.size > 1:
         mesh.tp.all_reduce(sharded, name="norm")
     total = held + sharded
@@ -155,10 +172,13 @@ def global_norm(buckets: GradientBuckets, mesh: Mesh) -> Tensor:
     return total.sqrt()
 
 
-def _zero_scalar(buckets: GradientBuckets) -> Tensor:
-    """A zero scalar of the gradients' dtype and device."""
-    first = buckets.buckets[0].gradients if buckets.buckets else torch.zeros(1)
-    return torch.zeros((), dtype=first.dtype, device=first.device)
+def _zero_scalar(buckets: GradientBuckets, mesh: Mesh, device: torch.device | None) -> Tensor:
+    """A zero scalar of the gradients' dtype and device, the same dtype on a rank without gradients."""
+    if buckets.buckets:
+        first = buckets.buckets[0].gradients
+        return torch.zeros((), dtype=first.dtype, device=first.device)
+    dtype = torch.float64 if mesh.layout.precision == "fp64" else torch.float32
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 @torch.no_grad()
@@ -167,6 +187,6 @@ def clip(buckets: GradientBuckets, norm: float, limit: float) -> float:
     if limit <= 0 or norm <= limit:
         return 1.0
     factor = limit / (norm + 1e-6)
-    for bucket in buckets.buckets:
-        bucket.gradients.mul_(factor)
+    for gradients in buckets.reduced:
+        gradients.mul_(factor)
     return factor

@@ -180,6 +180,22 @@ def _timeline(bucket: BucketTiming, start: float, end: float) -> Text:
     return line
 
 
+def pipeline_table(pipeline: Mapping[str, Any]) -> Table:
+    """One micro-batch's times on each stage, the slowest marked; the measured bubble beside the simulated one."""
+    table = _table(f"Pipeline ({pipeline['schedule']})")
+    for name in ("stage", "forward", "backward", "weight gradient", "in flight"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for stage, seconds in enumerate(pipeline["stage_seconds"]):
+        mark = Text("slowest", "yellow") if stage == pipeline["slowest_stage"] else ""
+        times = (format_seconds(seconds[kind]) if seconds[kind] else "" for kind in "FBW")
+        table.add_row(str(stage), *times, str(pipeline["in_flight"][stage]), mark)
+    measured, simulated = pipeline["bubble_fraction"], pipeline["simulated_bubble_fraction"]
+    table.caption = f"bubble {measured:.1%} measured, {simulated:.1%} simulated with these times and free links"
+    table.caption_justify = "left"
+    return table
+
+
 def memory_table(memory: Mapping[str, int], peak_bytes: int | None = None) -> Table:
     """Bytes of one rank by class, largest first, and its peak; what no class explains is a line of its own."""
     table = _table("Memory of one rank")
@@ -314,11 +330,12 @@ def final_report(
     predicted: Ledger | None = None,
     measured: Ledger | None = None,
     peak_bytes: int | None = None,
+    pipeline: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Print what happened, draw the curves, and say where everything is. Returns the pictures' paths.
 
     ``measured`` is the ledger of one step of one rank, with its memory and buckets; without it their tables are left
-    out. A run folder without metrics (no step was done) is only named.
+    out. A run folder without metrics (no step was done) is only named. ``pipeline``: the summary's, see `timeline`.
     """
     run_dir = Path(run_dir)
     records: list[dict[str, Any]] = []
@@ -327,6 +344,9 @@ def final_report(
         records = read_metrics(run_dir)
         pictures = plot_curves(run_dir, records)
         console.print(summary_panel(records))
+    if pipeline is not None:
+        console.print(pipeline_table(pipeline))
+        console.print()
     if measured is not None:
         tables = [ledger_table(predicted, measured)]
         if measured.buckets:

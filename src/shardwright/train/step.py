@@ -24,8 +24,11 @@ from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
 from shardwright.ops.attention import CausalAttend
 from shardwright.parallel.data import GradientBuckets
+from shardwright.parallel.flat import FlatParameters
+from shardwright.parallel.gather import UnitGatherer
 from shardwright.parallel.hooks import CommHook, check_reduction, hook_for
 from shardwright.parallel.pipeline import Executor, Stage
+from shardwright.schedule.gathers import Use, plan_gathers, unit_uses
 from shardwright.schedule.make import make_schedule
 from shardwright.schedule.passes import add_communication
 from shardwright.train.data import MicroBatch
@@ -66,20 +69,47 @@ def check_supported(config: RunConfig) -> None:
     """Refuse, before any process starts, what training cannot do yet."""
     layout = config.layout
     usual = Layout()
-    for name in ("cp", "ep", "zero", "dp_replicate", "offload", "delayed_update"):
+    for name in ("cp", "ep", "offload", "delayed_update"):
         if getattr(layout, name) != getattr(usual, name):
             raise LayoutError(
                 f"{name}={getattr(layout, name)} can be planned but not trained yet; "
-                f"train with dp, tp, pp, microbatches and recompute, and leave {name} out"
+                f"train with dp, tp, pp, zero, microbatches and recompute, and leave {name} out"
             )
+    _check_zero(config)
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
     if config.train.compile and layout.tp > 1:
         raise LayoutError(
             f"train.compile=true with tp={layout.tp}: a block's collectives cannot be compiled; use tp=1 or leave compile out"
         )
+    if config.model.tied_head and layout.schedule.startswith("file:"):
+        place = make_schedule(layout).placement
+        if place[0] != place[-1] and {place[0], place[-1]} != {0, layout.pp - 1}:
+            raise LayoutError(
+                f"{layout.schedule} has the first stage on rank {place[0]} and the last on rank {place[-1]}, and the head is "
+                f"tied to the embedding; put them on ranks 0 and {layout.pp - 1}, or both on one rank"
+            )
     for spec in parameter_specs(config.model).values():
         spec.reduce_axes(layout)  # refuses KV heads that only some ranks of tp share
+
+
+def _check_zero(config: RunConfig) -> None:
+    layout = config.layout
+    if layout.dp_replicate > 1 and not layout.zero:
+        raise LayoutError(
+            f"dp_replicate={layout.dp_replicate} makes replicas of shards, and with zero=0 nothing is sharded; "
+            "set zero=1 or more, or leave dp_replicate out"
+        )
+    if layout.accumulate == "reduce" and layout.zero < 2:
+        raise LayoutError(
+            f"accumulate=reduce saves memory only where gradients are sharded, and with zero={layout.zero} they are not; "
+            "set zero=2, or leave accumulate out"
+        )
+    if layout.zero >= 2 and config.train.compile:
+        raise LayoutError(
+            f"zero={layout.zero} needs gradients that are written in place, which compiled blocks do not; "
+            "use zero=1 or train.compile=false"
+        )
 
 
 class Trainer:
@@ -106,15 +136,22 @@ class Trainer:
         self.parameters = self.model.spec_parameters()
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         members = bucket_members(config.model, self.layout, mesh.coordinates, units)
-        members = [member for member in members if member.name in trained]
-        plans = plan_buckets(members, unit_names(config.model), self.layout.bucket_mb)
+        by_unit, order, size = self.layout.zero == 3, unit_names(config.model), self.layout.bucket_mb
+        plans = plan_buckets([m for m in members if m.name in trained], order, size, by_unit=by_unit)
+        kept = [m for m in members if m.name not in trained and by_unit]
         direct = not config.train.compile
         hook = hook or hook_for(self.layout.reduce_dtype)
         check_reduction(hook, "sum", "training divides the loss by the tokens of the whole batch")
-        self.buckets = GradientBuckets(plans, trained, mesh, hook, direct=direct)
+        self.buckets = GradientBuckets(plans, trained, mesh, hook, direct=direct, layout=self.layout)
+        self.frozen = [
+            FlatParameters(plan, self.parameters, mesh.dp_shard, zero=3)
+            for plan in plan_buckets(kept, order, size, by_unit=True, prefix="frozen")
+        ]
+        """Parameters that are not trained, where ZeRO-3 shards them too."""
         self.optimizer = FlatOptimizer(config.optim, self.buckets.buckets)
         if config.train.compile:
             self.model.compile_blocks()
+        self.gatherer = self._gatherer(unit_uses(schedule, mesh.coordinates["pp"], stages)) if by_unit else None
         modules = self.model.units()
         self.executor = Executor(
             schedule,
@@ -125,10 +162,18 @@ class Trainer:
             recompute=self.layout.recompute,
             dtype=dtype,
             token_shards=self.layout.tp if self.layout.sequence_parallel else 1,
+            reduce_each=self.layout.num_reductions > 1,
+            weights=self.gatherer,
         )
         self.stop_requested = False
         self.on_gradients: Callable[[Trainer], None] | None = None
         """Called when the gradients of a step are reduced and not yet clipped (verification)."""
+
+    def _gatherer(self, uses: Sequence[Use]) -> UnitGatherer:
+        buckets: list[FlatParameters] = [*self.buckets.buckets, *self.frozen]
+        layout = self.layout
+        planned = plan_gathers(uses, [bucket.plan.units for bucket in buckets], layout)
+        return UnitGatherer(buckets, planned, layout.prefetch, self.mesh.recorder)
 
     def context(self, batch: MicroBatch, step: int, *, training: bool = True) -> Context:
         """What the model is told about one micro-batch, on this rank's device."""
@@ -154,19 +199,22 @@ class Trainer:
         tokens, stop = self._agree(sum(batch.num_valid for batch in batches))
         loss_sum = self.gradients(batches, step, tokens)
         busy = time.perf_counter() - start
+        if self.executor.note is not None:
+            self.executor.note(f"step {step}, reduction and update")
         timings = self.buckets.finish()
         if self.on_gradients is not None:
             self.on_gradients(self)
         with self.mesh.recorder.phase("update"):
-            norm = _read(global_norm(self.buckets, self.mesh))
+            norm = _read(global_norm(self.buckets, self.mesh, self.device))
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
         finite = norm - norm == 0.0  # false for inf and nan
         if finite:
             clip(self.buckets, norm, self.config.optim.clip)
-            self.optimizer.step(lr)
+            with self.mesh.recorder.phase("update"):
+                self.optimizer.step(lr)
         loss, every_busy = self._gather_metrics(loss_sum, busy)
         ledger = self.mesh.recorder.take()
-        ledger.buckets = timings
+        ledger.buckets, ledger.memory = timings, self.memory() | self.peak_memory()
         result = StepResult(
             step,
             loss / max(tokens, 1),
@@ -207,15 +255,41 @@ class Trainer:
             loss_sum, tokens = _read_all(self.mesh.world.all_reduce(totals.to(self.device), name="eval"))
         return loss_sum / max(tokens, 1.0), int(tokens)
 
+    def named_parameters(self, kind: str = "parameters") -> dict[str, Tensor]:
+        """Whole tensors of all parameters of this rank; ``master`` has those of the trained ones in their own precision.
+
+        With ZeRO all ranks must call.
+        """
+        named = {name: p.detach() for name, p in self.parameters.items() if not p.requires_grad}
+        for flat in self.frozen:
+            named |= flat.named()
+        return named | self.buckets.named(kind)
+
+    def fill_parameters(self, write: Callable[[str, Tensor], None]) -> None:
+        """``write(name, view)`` gives every parameter its value, and every master in its own precision."""
+        flats: list[FlatParameters] = [*self.buckets.buckets, *self.frozen]
+        for flat in flats:
+            flat.fill_parameters(write)
+        in_flats = {member.name for flat in flats for member in flat.plan.members}
+        for name, parameter in self.parameters.items():
+            if name not in in_flats:
+                write(name, parameter)
+
     def memory(self) -> dict[str, int]:
         """Persistent bytes by class on this rank."""
         held = self.buckets.memory()
-        frozen = sum(p.nbytes for p in self.parameters.values() if not p.requires_grad)
+        whole = [p for p in self.parameters.values() if not p.requires_grad and not self.frozen]
+        frozen = sum(p.nbytes for p in whole) + sum(flat.parameters.nbytes for flat in self.frozen)
         return {
             "parameters": held["parameters"] + frozen,
             "gradients": held["gradients"],
             "optimizer": self.optimizer.memory() + held["master"],
         }
+
+    def peak_memory(self) -> dict[str, int]:
+        """The most bytes so far of what does not stay: gathered parameters, and whole gradients where shards are kept."""
+        gathered = self.gatherer.gathered.peak if self.gatherer is not None else 0
+        return {"gathered": gathered, "gradient_buffers": self.buckets.temporary.peak}
 
     def _agree(self, num_valid: int) -> tuple[int, bool]:
         """Valid tokens of the whole global batch, and whether any rank asked to stop."""

@@ -18,6 +18,7 @@ from shardwright.errors import ConfigError
 from shardwright.model.attention import Attention
 from shardwright.model.mlp import MLP
 from shardwright.ops.linear import add_bias
+from shardwright.parallel.data import Bucket, Launch
 from shardwright.schedule.action import Action, Kind
 from shardwright.train.data import MicroBatch
 from shardwright.train.optim import FlatOptimizer
@@ -76,17 +77,17 @@ class _DropAllReduce(ForwardingComm):
 
 
 class _LeaveOut(ForwardingComm):
-    """Leaves out the collectives over tp whose tensor has this name (or one that goes on with a dot).
+    """Leaves out the collectives over ``axis`` whose tensor has this name (or one that goes on with a dot).
 
     A reduction then keeps the rank's own part, and a gather repeats it.
     """
 
-    def __init__(self, inner: Comm, tensor: str) -> None:
+    def __init__(self, inner: Comm, tensor: str, axis: str = "tp") -> None:
         super().__init__(inner)
-        self.tensor = tensor
+        self.tensor, self.meant_axis = tensor, axis
 
     def _meant(self, name: str) -> bool:
-        return self.axis == "tp" and (name == self.tensor or name.startswith(f"{self.tensor}."))
+        return self.axis == self.meant_axis and (name == self.tensor or name.startswith(f"{self.tensor}."))
 
     def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
         return Work() if self._meant(name) else super().all_reduce_start(tensor, op, name=name)
@@ -104,6 +105,30 @@ class _LeaveOut(ForwardingComm):
         return Work()
 
 
+class _LoseSends(ForwardingComm):
+    """Sends zeros instead of the tensors whose name starts with ``prefix``."""
+
+    def __init__(self, inner: Comm, prefix: str) -> None:
+        super().__init__(inner)
+        self.prefix = prefix
+
+    def send(self, tensor: Tensor, to: int, *, name: str) -> Work:
+        return super().send(torch.zeros_like(tensor) if name.startswith(self.prefix) else tensor, to, name=name)
+
+
+class _OwnPart(ForwardingComm):
+    """Leaves out all-reduces over one axis whose tensor's name starts with ``prefix``: the rank's own part stays."""
+
+    def __init__(self, inner: Comm, axis: str, prefix: str) -> None:
+        super().__init__(inner)
+        self.meant, self.prefix = axis, prefix
+
+    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
+        if self.axis == self.meant and name.startswith(self.prefix):
+            return Work()
+        return super().all_reduce_start(tensor, op, name=name)
+
+
 class _ScaleAllReduce(ForwardingComm):
     """Averages where a sum is due (the classic factor of the data-parallel size)."""
 
@@ -111,6 +136,24 @@ class _ScaleAllReduce(ForwardingComm):
         if name.startswith("gradients"):
             tensor.div_(self.size)
         return super().all_reduce_start(tensor, op, name=name)
+
+    def reduce_scatter_start(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
+        if name.startswith("gradients"):
+            tensor.div_(self.size)
+        return super().reduce_scatter_start(output, tensor, op, name=name)
+
+
+class _OthersShard(ForwardingComm):
+    """Gathers parameters as if each rank had the next one's shard."""
+
+    def all_gather_start(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        work = super().all_gather_start(output, tensor, name=name)
+        if name.startswith("parameters") and self.size > 1:
+            work.wait()
+            rows = output.view(self.size, *tensor.shape)
+            rows.copy_(rows.roll(1, 0))
+            return Work()
+        return work
 
 
 class _ReduceTwice(ForwardingComm):
@@ -198,6 +241,54 @@ def _norm_counts_copies(trainer: Trainer) -> None:
     """Parameters that every tp rank holds whole are counted once for each."""
     for bucket in trainer.buckets.buckets:
         bucket.plan = replace(bucket.plan, shard_axes=("tp",))
+
+
+def _other_order(trainer: Trainer) -> None:
+    """All pipeline ranks but the first take the micro-batches in reverse."""
+    run = trainer.executor.run
+    if trainer.mesh.pp.rank > 0:
+        trainer.executor.run = lambda batches, scale: run(batches[::-1], scale)  # type: ignore[method-assign,assignment]
+
+
+def _forget_deferred(trainer: Trainer) -> None:
+    """What a B leaves for its W is lost."""
+    queue = trainer.buckets.queue
+    take = queue.take
+
+    def take_nothing() -> list[Callable[[], None]]:
+        take()
+        return []
+
+    queue.take = take_nothing  # type: ignore[method-assign]
+
+
+def _last_reduction_only(trainer: Trainer) -> None:
+    """A shard of gradients is overwritten by each micro-batch's instead of added to."""
+    buckets = trainer.buckets
+    add = buckets.wait_for
+
+    def overwrite(launch: Launch) -> None:
+        if launch.part is not None:
+            buckets.buckets[launch.index].gradients.zero_()
+        add(launch)
+
+    buckets.wait_for = overwrite  # type: ignore[method-assign]
+
+
+def _never_freed(trainer: Trainer) -> None:
+    """What was gathered once is used in every step after."""
+    for bucket in trainer.buckets.buckets:
+        bucket.free = lambda: 0  # type: ignore[method-assign]
+
+
+def _gradients_of_the_last_step(trainer: Trainer) -> None:
+    """A temporary gradient buffer is not cleared where nothing is written, and holds what was there before."""
+    for bucket in trainer.buckets.buckets:
+        bucket.new_gradients = _dirty(bucket)  # type: ignore[method-assign]
+
+
+def _dirty(bucket: Bucket) -> Callable[[], Tensor]:
+    return lambda: torch.ones(bucket.num_elements, dtype=bucket.dtype)
 
 
 def _one_document(batch: MicroBatch) -> MicroBatch:
@@ -290,9 +381,53 @@ TENSOR_MUTATIONS = {
 """Those that need tp > 1."""
 
 
+PIPELINE_MUTATIONS = {
+    mutation.name: mutation
+    for mutation in (
+        Mutation("lose-activations", "a stage computes on what never arrived", lambda comm: _LoseSends(comm, "activations")),
+        Mutation(
+            "lose-activation-gradients",
+            "stages before the last get no gradient",
+            lambda comm: _LoseSends(comm, "activation_gradients"),
+        ),
+        Mutation("swap-micro-batches", "stages take the micro-batches in different orders", trainer=_other_order),
+        Mutation(
+            "drop-tied-gradients",
+            "the copies of a tied weight are trained by one of its uses each",
+            lambda comm: _OwnPart(comm, "tied", "gradients"),
+        ),
+        Mutation("stage-norm", "each stage clips by its own norm", lambda comm: _OwnPart(comm, "pp", "norm")),
+        Mutation("forget-deferred", "weight gradients put off by B never come", trainer=_forget_deferred),
+    )
+}
+"""Those that need pp > 1: the tied one a tied head on another rank than the embedding, the last a schedule with W."""
+
+
+def _left_out_over(axis: str, name: str, tensor: str, stands_for: str) -> Mutation:
+    return Mutation(name, stands_for, lambda comm: _LeaveOut(comm, tensor, axis))
+
+
+ZERO_MUTATIONS = {
+    mutation.name: mutation
+    for mutation in (
+        _left_out_over(
+            "dp_shard", "drop-reduce-scatter", "gradients", "each rank updates its shard by its own batch only"
+        ),
+        _left_out_over("dp_shard", "drop-parameter-gather", "parameters", "each rank takes its own shard for all"),
+        _left_out_over("dp_shard", "drop-shard-norm", "norm", "each rank clips by the norm of its own shard"),
+        _left_out_over("dp_replicate", "drop-replica-sum", "gradients", "replicas of shards train apart"),
+        Mutation("others-shard", "shards are gathered in another order than they are cut", _OthersShard),
+        Mutation("dirty-padding", "what a shard is padded with counts", trainer=_gradients_of_the_last_step),
+        Mutation("last-reduction-only", "shards of micro-batches overwritten", trainer=_last_reduction_only),
+        Mutation("never-freed", "a unit computes with the parameters of an earlier step", trainer=_never_freed),
+    )
+}
+"""Those that need sharded data parallelism (each a layout that has what it breaks)."""
+
+
 def find_mutation(name: str) -> Mutation:
     """The mutation of that name; raises `ConfigError` with the known ones."""
-    known = MUTATIONS | TENSOR_MUTATIONS
+    known = MUTATIONS | TENSOR_MUTATIONS | PIPELINE_MUTATIONS | ZERO_MUTATIONS
     if name not in known:
         raise ConfigError(f"mutation {name!r} is not known; {did_you_mean(name, known)}")
     return known[name]

@@ -175,7 +175,8 @@ def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, m
     trace = Trace()
 
     def keep_gradients(trainer: Trainer) -> None:
-        trace.gradients.append({name: view.clone() for name, view in trainer.buckets.named("gradients").items()})
+        with mesh.recorder.aside():
+            trace.gradients.append({name: view.clone() for name, view in trainer.buckets.named("gradients").items()})
 
     trainer.on_gradients = keep_gradients
     for step in range(steps):
@@ -183,8 +184,8 @@ def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, m
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
         trace.ledgers.append(result.ledger)
-    parameters = {name: p.detach().clone() for name, p in trainer.parameters.items()}
-    trace.parameters = parameters | {name: view.clone() for name, view in trainer.buckets.named("master").items()}
+    with mesh.recorder.aside():
+        trace.parameters = {name: view.clone() for name, view in trainer.named_parameters("master").items()}
     return trace
 
 
