@@ -152,7 +152,8 @@ def test_the_simplex_finds_a_minimum() -> None:
     assert point == pytest.approx([1, -2], abs=1e-2)
 
 
-def test_a_fit_finds_the_constants_behind_synthetic_runs(shared: Path) -> None:
+def test_a_fit_finds_the_constants_behind_synthetic_runs(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwright.plan.calibrate.ROUNDS", 20)
     cases = cases_of(shared, "published_runs", "SC21 table 1")
     right = Stack(flash=False, gemm_bf16=0.62, fused=1.3, dp_overlap=0.0)
     made = [replace(case, seconds=predict(case, right)) for case in cases]

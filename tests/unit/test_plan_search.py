@@ -69,7 +69,7 @@ def test_the_answer_is_the_best_of_an_exhaustive_list() -> None:
 
 
 def test_experts_and_small_machines() -> None:
-    plan = search(preset("mixtral-8x7b"), Cluster.parse("h100:4x8"), 4096, 256)
+    plan = search(preset("mixtral-8x7b"), Cluster.parse("h100:2x8"), 4096, 32)
     assert plan.fits
     assert plan.layout.zero > 0
     small = search(preset("tiny"), Cluster.parse("h100:1x1"), 128, 4)

@@ -147,6 +147,14 @@ def test_parts_add_up(pricer: Pricer) -> None:
     assert plan.memory[0].stage == 0
 
 
+@pytest.mark.parametrize(
+    "text", ["tp=8,pp=8,microbatches=16", "tp=8,pp=8,schedule=zb_v,microbatches=16", "tp=8,pp=3,microbatches=2"]
+)
+def test_the_peak_is_that_of_the_fullest_rank(pricer: Pricer, text: str) -> None:
+    layout = mixed(text)
+    assert pricer.peak_bytes(layout) == pricer.margin.device_bytes(pricer.stage_memory(layout)[0].total)
+
+
 def test_exposed_seconds_are_those_of_the_messages(pricer: Pricer) -> None:
     plan = pricer.price(mixed("tp=4,cp=2,pp=2,dp=4,zero=1,microbatches=16"))
     assert all(0 <= entry.exposed_seconds <= entry.seconds * (1 + 1e-9) for entry in plan.communication)

@@ -25,9 +25,9 @@ LEAST_CP_TOKENS = 4096
 MICRO_BATCHES = (1, 2, 4, 8)
 STEP_TOKENS = 4 * 2**20
 """Tokens of a step where no global batch is given."""
-REFINED = 24
+REFINED = 16
 """Layouts that are priced by the schedule's rows."""
-NEAREST, NEAR_MISSES = 60, 8
+NEAREST, NEAR_MISSES = 24, 8
 """Of so many layouts that miss the memory by least, so many of the fastest are shown."""
 
 
@@ -146,7 +146,7 @@ def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[L
     for policy in policies:
         for index, sharding in enumerate(_shardings(base)):
             layout = base.with_(recompute=policy, **sharding)
-            need = pricer.margin.device_bytes(pricer.stage_memory(layout)[0].total)
+            need = pricer.peak_bytes(layout)
             if need > pricer.cluster.chip.memory_bytes:
                 rejections.too_large.append((need, layout))
                 continue

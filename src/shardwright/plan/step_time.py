@@ -93,6 +93,7 @@ class Pricer:
         self.memory = MemoryModel(model, self.table, self.stack)
         self.kinds = tuple(layer_kind(model, layer) for layer in range(model.num_layers))
         self._units: dict[tuple[object, ...], UnitCost] = {}
+        self._ranks: dict[tuple[object, ...], list[RankUnits]] = {}
         self.margin = Margin(int(self.stack.reserve_gib * GIB), self.stack.reserve_share)
         self._flops_causal = model.flops_per_token(seq, convention="causal")
         self._flops_full = model.flops_per_token(seq, convention="full")
@@ -134,16 +135,28 @@ class Pricer:
 
     def units_of_ranks(self, layout: Layout) -> list[RankUnits]:
         """The units of every pipeline rank."""
-        counts = layers_per_stage(self.model, layout)
-        return [rank_units(layout, rank, counts, self.kinds) for rank in range(layout.pp)]
+        key = (layout.pp, layout.virtual, layout.schedule, layout.stages)
+        if key not in self._ranks:
+            counts = layers_per_stage(self.model, layout)
+            self._ranks[key] = [rank_units(layout, rank, counts, self.kinds) for rank in range(layout.pp)]
+        return self._ranks[key]
 
     def stage_memory(self, layout: Layout) -> tuple[StageMemory, ...]:
-        """Memory of every pipeline rank, heaviest first; without offload of a fraction of anything it fits or not."""
+        """Memory of every pipeline rank, heaviest first."""
         shape = Shape.of(layout, self.seq)
         found = [
             self.memory.stage(layout, rank, units, shape) for rank, units in enumerate(self.units_of_ranks(layout))
         ]
         return tuple(sorted(found, key=lambda stage: -stage.total))
+
+    def peak_bytes(self, layout: Layout) -> float:
+        """What the fullest device shows as used. Of ranks with the same units the first holds most micro-batches."""
+        shape = Shape.of(layout, self.seq)
+        first: dict[RankUnits, int] = {}
+        for rank, units in enumerate(self.units_of_ranks(layout)):
+            first.setdefault(units, rank)
+        peak = max(self.memory.stage(layout, rank, units, shape).total for units, rank in first.items())
+        return self.margin.device_bytes(peak)
 
     # -- units -------------------------------------------------------------------------------------
 
