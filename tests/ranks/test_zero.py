@@ -39,6 +39,8 @@ from shardwright.verify.parity import (
     whole_batches,
 )
 
+pytestmark = pytest.mark.timeout(300)  # the first test makes the runs of all; on busy cores that may take minutes
+
 LLAMA: dict[str, Any] = {
     "vocab_size": 320, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_positions": 64,
 }  # fmt: skip
