@@ -34,6 +34,7 @@ from shardwright.errors import ConfigError, RankError, ShardwrightError
 from shardwright.launch import RankEnv, device_for, init_process_group, launch
 from shardwright.train.data import MicroBatch
 from shardwright.train.loop import check_start
+from shardwright.train.metrics import peak_memory_bytes
 from shardwright.train.step import Trainer
 
 PEERS = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
@@ -145,7 +146,8 @@ def _bench_rank(env: RankEnv, side: Side) -> dict[str, Any]:
         mesh = Mesh.distributed(layout, env.rank)
     else:
         mesh = Mesh.solo()
-    batches = random_batches(config.model, layout.microbatches, layout.micro_batch, config.data.seq_len, 100 + mesh.coordinates["dp"])
+    seed = 100 + mesh.coordinates["dp"]
+    batches = random_batches(config.model, layout.microbatches, layout.micro_batch, config.data.seq_len, seed)
     batches = [batch.to(device) for batch in batches]
     parts: list[dict[str, float]] = []
     losses: list[Tensor] = []
@@ -170,7 +172,10 @@ def _bench_rank(env: RankEnv, side: Side) -> dict[str, Any]:
     counted = torch.stack([known.nan_to_num(0.0), (~known.isnan()).double()])
     sums, counts = mesh.world.all_reduce(counted, name="losses")
     means = sums / counts
-    return {"samples": samples, "processor": processor, "losses": means.tolist(), "parts": parts[side.steps :]}
+    cuda_peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    peak = max(mesh.world.gather_objects(peak_memory_bytes(cuda_peak)))
+    found = {"samples": samples, "processor": processor, "losses": means.tolist(), "parts": parts[side.steps :]}
+    return found | {"peak_memory_bytes": peak}
 
 
 def _our_step(
@@ -219,6 +224,7 @@ def summarise(config: RunConfig, name: str, our: dict[str, Any], peer: dict[str,
             "step_seconds": seconds[side],
             "tokens_per_second": tokens / seconds[side],
             "processor_seconds": processor[side],
+            "peak_memory_bytes": (our if side == "ours" else peer)["peak_memory_bytes"],
         }
         for side in seconds
     }
