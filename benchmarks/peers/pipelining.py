@@ -26,7 +26,7 @@ from shardwright.schedule.make import make_schedule
 from shardwright.train.data import MicroBatch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ddp import Block  # noqa: E402 (the path comes first)
+from ddp import Block
 
 AXES = ("pp",)
 SCHEDULES: dict[str, Any] = {

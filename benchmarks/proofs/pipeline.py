@@ -209,7 +209,7 @@ def stress(count: int = 500) -> Outcome:
         cases: dict[int, list[StressCase]] = {}
         for seed in range(count):
             ranks = rng.choice((2, 3, 4))
-            cases.setdefault(ranks, []).append(random_case(seed, plain, Path(name), ranks, delay_s=0.02))
+            cases.setdefault(ranks, []).append(random_case(seed, plain, Path(name), ranks, delay_s=0.01))
         ended, differ = 0, []
         for ranks, mine in cases.items():
             for first in range(0, len(mine), 20):
