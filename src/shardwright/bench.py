@@ -34,6 +34,7 @@ from shardwright.errors import ConfigError, RankError, ShardwrightError
 from shardwright.launch import RankEnv, device_for, init_process_group, launch
 from shardwright.train.data import MicroBatch
 from shardwright.train.loop import check_start
+from shardwright.train.metrics import peak_memory_bytes
 from shardwright.train.step import Trainer
 
 PEERS = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
@@ -42,7 +43,9 @@ POLL_S = 0.002
 
 
 class Peer(Protocol):
-    """One rank of a peer: trains one step on the rank's micro-batches and returns the mean loss of its tokens."""
+    """One rank of a peer: trains one step on the rank's micro-batches and returns the mean loss of its tokens, or NaN
+    on a rank of a pipeline that has no loss.
+    """
 
     def step(self, batches: list[MicroBatch]) -> Tensor: ...
 
@@ -108,7 +111,7 @@ def _load_peer(name: str) -> ModuleType:
 def _check_peer(name: str, config: RunConfig) -> None:
     """A peer's file names the axes that it can use in ``AXES``."""
     axes: tuple[str, ...] = _load_peer(name).AXES
-    for axis in ("tp", "cp", "pp", "ep"):
+    for axis in ("dp", "tp", "cp", "pp", "ep"):
         if getattr(config.layout, axis) > 1 and axis not in axes:
             raise ConfigError(f"peer {name} cannot run {axis}={getattr(config.layout, axis)}; use {', '.join(axes)} only")
 
@@ -143,7 +146,8 @@ def _bench_rank(env: RankEnv, side: Side) -> dict[str, Any]:
         mesh = Mesh.distributed(layout, env.rank)
     else:
         mesh = Mesh.solo()
-    batches = random_batches(config.model, layout.microbatches, layout.micro_batch, config.data.seq_len, 100 + env.rank)
+    seed = 100 + mesh.coordinates["dp"]
+    batches = random_batches(config.model, layout.microbatches, layout.micro_batch, config.data.seq_len, seed)
     batches = [batch.to(device) for batch in batches]
     parts: list[dict[str, float]] = []
     losses: list[Tensor] = []
@@ -164,8 +168,14 @@ def _bench_rank(env: RankEnv, side: Side) -> dict[str, Any]:
             processor.append((time.process_time() - cpu) / side.steps)
         if env.rank == 0:
             side.turn_file(index, side.name).touch()
-    means = mesh.world.all_reduce(torch.stack(losses).double(), name="losses") / mesh.world.size
-    return {"samples": samples, "processor": processor, "losses": means.tolist(), "parts": parts[side.steps :]}
+    known = torch.stack(losses).double()
+    counted = torch.stack([known.nan_to_num(0.0), (~known.isnan()).double()])
+    sums, counts = mesh.world.all_reduce(counted, name="losses")
+    means = sums / counts
+    cuda_peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    peak = max(mesh.world.gather_objects(peak_memory_bytes(cuda_peak)))
+    found = {"samples": samples, "processor": processor, "losses": means.tolist(), "parts": parts[side.steps :]}
+    return found | {"peak_memory_bytes": peak}
 
 
 def _our_step(
@@ -214,6 +224,7 @@ def summarise(config: RunConfig, name: str, our: dict[str, Any], peer: dict[str,
             "step_seconds": seconds[side],
             "tokens_per_second": tokens / seconds[side],
             "processor_seconds": processor[side],
+            "peak_memory_bytes": (our if side == "ours" else peer)["peak_memory_bytes"],
         }
         for side in seconds
     }
