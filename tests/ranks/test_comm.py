@@ -343,8 +343,9 @@ def test_the_dry_mesh_of_any_size_has_every_axis() -> None:
     layout = Layout.parse("tp=8,cp=2,dp=16,pp=4,ep=32")
     mesh = Mesh.dry(layout, rank=777)
     sizes = {axis: layout.grid.degree(axis) for axis in MESH_AXES if axis != "tied"}
-    assert {axis: mesh.axis(axis).size for axis in MESH_AXES} == {**sizes, "tied": 1}  # a stage between the ends
-    assert Mesh.dry(layout, rank=0).tied.ranks == (0, 3 * 256)
+    assert {axis: mesh.axis(axis).size for axis in MESH_AXES} == {**sizes, "tied": 2}
+    assert mesh.tied.ranks == (777 - 3 * 256, 777)  # the last stage and the first
+    assert Mesh.dry(layout, rank=300).tied.size == 1  # a stage between them
     assert all(mesh.axis(axis).ranks[mesh.axis(axis).rank] == 777 for axis in MESH_AXES)
     assert [comm.axis for comm in mesh.reduce_comms(("tp", "cp", "dp"))] == ["tp", "dp_cp"]
     assert [comm.axis for comm in mesh.reduce_comms(("dp",))] == ["dp"]
