@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -362,6 +362,15 @@ def test_ranks_end_when_the_fork_server_or_the_program_is_killed(tmp_path: Path)
 # ------------------------------------------------------------------------------------------------- stopping
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C is heard, also where the tests themselves were started in the background and ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_ranks_that_are_asked_to_stop_may_save_and_return(signum: int) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
@@ -375,6 +384,7 @@ def test_a_repeated_sigterm_does_not_cut_off_the_save() -> None:
     assert run_ranks(save_when_asked, 2, 0.3, on_message=listen) == ["saved by 0", "saved by 1"]
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_second_ctrl_c_kills() -> None:
     listen = on_all(2, functools.partial(signal_self, signal.SIGINT, signal.SIGINT))
     start = time.perf_counter()
