@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwright.checkpoint import hf
-from shardwright.checkpoint.hf import check_tokenizer, from_hf_tensors, hf_names, load_hf, save_hf, to_hf_tensors
+from shardwright.checkpoint.hf import from_hf_tensors, hf_names, load_hf, save_hf, to_hf_tensors
 from shardwright.checkpoint.io import copy_weights
 from shardwright.comm.mesh import Mesh
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.specs import parameter_specs
-from shardwright.errors import CheckpointError, ConfigError, ModelConfigError
+from shardwright.errors import CheckpointError, ModelConfigError
 from shardwright.model.generate import generate, generate_by_recomputing
 from shardwright.model.init import full_value
 from shardwright.model.transformer import Transformer
@@ -356,16 +356,6 @@ def test_save_on_a_file(folder: Path) -> None:
     config = llama_config()
     with pytest.raises(CheckpointError, match="cannot write"):
         save_hf(folder / "config.json", config, random_weights(config))
-
-
-def test_vocabularies() -> None:
-    config = llama_config()
-    check_tokenizer(config, 24, exact=True)
-    check_tokenizer(config, 20)
-    with pytest.raises(ConfigError, match=r"25 tokens.*only 24.*vocab_size=25"):
-        check_tokenizer(config, 25)
-    with pytest.raises(ConfigError, match=r"vocabulary of 24.*only 20.*vocab_size=20"):
-        check_tokenizer(config, 20, exact=True)
 
 
 # -- a real model ----------------------------------------------------------------------------------

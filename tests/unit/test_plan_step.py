@@ -16,7 +16,6 @@ from shardwright.errors import ConfigError, LayoutError, ModelConfigError
 from shardwright.plan.compute import Kernels, Shape, layer_cost, layer_kind
 from shardwright.plan.pipeline import StageTimes, makespan
 from shardwright.plan.stack import Stack
-from shardwright.plan.stages import num_stages
 from shardwright.plan.step_time import Pricer
 
 CHIP = find_chip("h100")
@@ -78,7 +77,7 @@ def test_splitting_divides_work() -> None:
 
 
 def even(layout: Layout, link: float = 0.0) -> StageTimes:
-    stages = num_stages(layout)
+    stages = layout.num_stages
     return StageTimes((1.0,) * stages, (1.0,) * stages, (1.0,) * stages, link)
 
 
@@ -88,7 +87,7 @@ def test_bubbles_of_the_worked_examples(shared: Path) -> None:
         virtual = case.get("virtual", 1)
         layout = Layout(pp=case["stages"], microbatches=case["microbatches"], virtual=virtual, schedule=name)
         times, exact = even(layout), "closed form" not in case.get("note", "")
-        work = case["microbatches"] * 3 * num_stages(layout) / case["stages"]
+        work = case["microbatches"] * 3 * layout.num_stages / case["stages"]
         fraction = 1 - work / makespan(layout, times, exact=exact)
         if name != "interleaved" or exact:
             assert fraction == pytest.approx(float(Fraction(case["value"])), abs=0.01 if name == "zb_v" else 1e-9)

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from shardwright.errors import DataError
+from shardwright.errors import ConfigError, DataError
 from shardwright.train import text as text_module
 from shardwright.train.indexed import IndexedDataset
+from shardwright.train.prepare import check_vocabulary
 from shardwright.train.text import (
     TextCounts,
     find_files,
@@ -460,3 +461,13 @@ def test_bits_per_byte_of_a_uniform_model_follow_from_the_counts(
     texts = documents_of(tmp_path / "out", "valid", tokenizer)
     by_hand = sum(len(tokenizer.encode(text)) + 1 for text in texts) * math.log2(info.vocab_size)
     assert nats / math.log(2) / info.valid_bytes == pytest.approx(by_hand / sum(len(text) for text in texts))
+
+
+def test_a_model_has_a_row_for_every_token_and_from_scratch_no_other() -> None:
+    check_vocabulary(24, 24)
+    check_vocabulary(20, 24, from_scratch=False)
+    for from_scratch in (True, False):
+        with pytest.raises(ConfigError, match=r"25 tokens.*model\.vocab_size=24.*model\.vocab_size=25"):
+            check_vocabulary(25, 24, from_scratch=from_scratch)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=24.*20 tokens.*model\.vocab_size=20"):
+        check_vocabulary(20, 24)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.specs import Spec, parameter_specs
-from shardwright.errors import CheckpointError, ConfigError, ModelConfigError
+from shardwright.errors import CheckpointError, ModelConfigError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -336,24 +336,3 @@ def write_text(path: Path, text: str) -> None:
     aside = path.with_name(f"{path.name}.partial")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
-
-
-# -- tokenizer -------------------------------------------------------------------------------------
-
-
-def check_tokenizer(config: ModelConfig, tokenizer_vocab_size: int, *, exact: bool = False) -> None:
-    """Raise `ConfigError` if the tokenizer has ids that the model has no row for.
-
-    With ``exact`` (training from scratch) spare rows are refused too: they would be trained for nothing.
-    """
-    model = config.vocab_size
-    if tokenizer_vocab_size > model:
-        raise ConfigError(
-            f"the tokenizer has {tokenizer_vocab_size} tokens but the model {config.name} only {model}; set "
-            f"model.vocab_size={tokenizer_vocab_size} or give the tokenizer that belongs to the model"
-        )
-    if exact and tokenizer_vocab_size < model:
-        raise ConfigError(
-            f"the model {config.name} has a vocabulary of {model} but the tokenizer only {tokenizer_vocab_size} "
-            f"tokens; set model.vocab_size={tokenizer_vocab_size} or give a tokenizer with {model} tokens"
-        )

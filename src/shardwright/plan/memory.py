@@ -33,7 +33,7 @@ from shardwright.core.plan import StageMemory
 from shardwright.errors import ConfigError
 from shardwright.plan.compute import ACTIVATION_BYTES, LayerKind, Shape
 from shardwright.plan.stack import Stack
-from shardwright.plan.stages import Parameters, ParameterTable, RankUnits, chunks_per_rank, num_stages
+from shardwright.plan.stages import Parameters, ParameterTable, RankUnits, chunks_per_rank
 
 PARAMETER_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4}
 """Bytes of a working parameter; 2 in the other precisions."""
@@ -252,7 +252,7 @@ class MemoryModel:
         if layout.cp > 1 and model.mla is None:
             block = 2 * size * tokens * max(model.num_kv_heads / layout.tp, 1) * model.head_dim
             found["key and value blocks"] = block * (layout.cp if layout.cp_kind == "allgather" else 2)
-        if num_stages(layout) > 1:
+        if layout.num_stages > 1:
             found["stage boundaries"] = 4 * size * tokens * model.dim / shape.split
         return found
 

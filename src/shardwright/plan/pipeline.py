@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shardwright.core.layout import Layout
-from shardwright.plan.stages import chunks_per_rank, num_stages, stages_of_rank
+from shardwright.plan.stages import chunks_per_rank, stages_of_rank
 from shardwright.schedule.make import make_schedule
 from shardwright.schedule.simulate import Costs, Link, simulate
 
@@ -72,6 +72,6 @@ def _closed_form(layout: Layout, times: StageTimes) -> float:
         "zb_v": forward / chunks,
         "dualpipe_v": (forward + 2 * backward - weight) / chunks,
     }.get(layout.schedule, forward + backward + weight)
-    hops = 2 * (num_stages(layout) - 1) * times.link
+    hops = 2 * (layout.num_stages - 1) * times.link
     late = -m % p if layout.schedule in ("interleaved", "interleaved_zb") else 0
     return m * sum(slowest) + max(0.0, idle) + hops + late * sum(slowest) * (chunks - 1) / chunks

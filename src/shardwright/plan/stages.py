@@ -6,32 +6,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwright.core import stages as core_stages
-from shardwright.core.layout import Layout
+from shardwright.core.layout import V_SHAPED, Layout
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.specs import parameter_specs
 from shardwright.plan.compute import LayerKind
 
-V_SHAPED = ("zb_v", "dualpipe_v")
-"""Schedules that place stage 2p-1-s beside stage s."""
-
 
 def layers_per_stage(model: ModelConfig, layout: Layout) -> tuple[int, ...]:
     """Layers of each stage, in order, as the run splits them."""
-    return tuple(core_stages.layers_per_stage(model, num_stages(layout), layout.stages))
-
-
-def num_stages(layout: Layout) -> int:
-    """pp*virtual; a V-shaped schedule has two chunks on each rank whether ``virtual`` says so or not."""
-    return layout.pp * (2 if layout.schedule in V_SHAPED and layout.pp > 1 else layout.virtual)
+    return tuple(core_stages.layers_per_stage(model, layout.num_stages, layout.stages))
 
 
 def chunks_per_rank(layout: Layout) -> int:
-    return num_stages(layout) // layout.pp
+    return layout.num_stages // layout.pp
 
 
 def stages_of_rank(layout: Layout, rank: int) -> tuple[int, ...]:
     """Stages that pipeline rank ``rank`` holds: every pp-th, or a V."""
-    stages = num_stages(layout)
+    stages = layout.num_stages
     if layout.schedule in V_SHAPED and layout.pp > 1:
         return (rank, stages - 1 - rank)
     return tuple(range(rank, stages, layout.pp))

@@ -40,7 +40,6 @@ from shardwright.plan.stages import (
     ParameterTable,
     RankUnits,
     layers_per_stage,
-    num_stages,
     rank_units,
     stages_of_rank,
 )
@@ -302,7 +301,7 @@ class Pricer:
         )  # fmt: skip
         pipeline = PipelineSummary(
             layout.schedule if p > 1 else "none",
-            num_stages(layout),
+            layout.num_stages,
             m,
             1 - m * sum(work) / (p * span) if span else 0.0,
             tuple(in_flight(layout, rank) for rank in range(p)),
