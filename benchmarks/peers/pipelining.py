@@ -1,4 +1,4 @@
-"""Peer: the same model as ordinary PyTorch modules through `torch.distributed.pipelining` with fused AdamW.
+"""Peer: the model of `plain_llama` through `torch.distributed.pipelining` with fused AdamW.
 
 The same schedule names, stages, micro-batches and batch as ours; communication over PyTorch's own process group. Its
 zero-bubble schedules split the backward of plain modules by themselves. ZB-H1 is its interleaved zero-bubble schedule
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -25,8 +24,8 @@ from shardwright.errors import ConfigError
 from shardwright.schedule.make import make_schedule
 from shardwright.train.data import MicroBatch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from ddp import Block
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from plain_llama import Block, adamw, check_model, mean_loss
 
 AXES = ("pp",)
 SCHEDULES: dict[str, Any] = {
@@ -43,7 +42,7 @@ SINGLE = ("gpipe", "1f1b")
 
 
 class Part(nn.Module):
-    """Some units of the Llama of `ddp`, in order; parameter names follow ours so that weights can be copied by name."""
+    """Some units of `plain_llama.Llama`, in order; parameter names follow ours so that weights can be copied by name."""
 
     def __init__(self, config: RunConfig, units: Sequence[str]) -> None:
         super().__init__()
@@ -70,8 +69,10 @@ class Part(nn.Module):
         return self.head(self.head_norm(x)) if self.has_head else x
 
 
-def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def check(config: RunConfig) -> None:
+    check_model(config)
+    if config.layout.schedule not in SCHEDULES:
+        raise ConfigError(f"peer pipelining runs {', '.join(SCHEDULES)}; not {config.layout.schedule}")
 
 
 class Peer:
@@ -79,8 +80,6 @@ class Peer:
 
     def __init__(self, config: RunConfig, weights: dict[str, Tensor], mesh: Mesh, device: torch.device) -> None:
         layout = config.layout
-        if layout.schedule not in SCHEDULES or config.model.tied_head:
-            raise ConfigError(f"peer pipelining runs {', '.join(SCHEDULES)} with a head of its own; not {layout.schedule}")
         ours = make_schedule(layout)
         units = split_units(config.model, ours.num_stages, layout.stages)
         held = ours.stages_of(mesh.pp.rank)
@@ -97,15 +96,7 @@ class Peer:
         given = stages[0] if layout.schedule in SINGLE else stages
         self.schedule = kind(given, layout.microbatches, loss_fn=mean_loss)
         every = [parameter for part in parts for parameter in part.parameters()]
-        matrices, vectors = [p for p in every if p.dim() > 1], [p for p in every if p.dim() == 1]
-        optim = config.optim
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            fused=True,
-        )
+        self.optimizer = adamw(every, config.optim)
 
     def step(self, batches: list[MicroBatch]) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)

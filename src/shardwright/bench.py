@@ -2,9 +2,10 @@
 
 Each side has its own rank processes, started as its users start them: ours by `launch`, the peer's with a plain
 environment and one OpenMP thread, as torchrun does. They take turns (A B A B ...); while one side works the other sleeps,
-so the machine's mood is the same for both. The figure is the ratio of medians. Peers are files of ``benchmarks/peers``
-with a class ``Peer(config, weights, mesh, device)`` whose ``step(batches)`` trains one step and returns the rank's mean
-loss; they need a checkout.
+so the machine's mood is the same for both. The figure is the ratio of medians. The last turn of each side is not timed:
+a thread looks at the memory of each rank. Peers are files of ``benchmarks/peers`` with a class
+``Peer(config, weights, mesh, device)`` whose ``step(batches)`` trains one step and returns the rank's mean loss; they
+need a checkout. ``weights`` has the initial values of the whole model by our names.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,10 +34,12 @@ from shardwright.core.model_config import ModelConfig
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import ConfigError, RankError, ShardwrightError
 from shardwright.launch import RankEnv, device_for, init_process_group, launch
+from shardwright.model.transformer import Transformer
 from shardwright.train.data import MicroBatch
 from shardwright.train.loop import check_start
-from shardwright.train.metrics import peak_memory_bytes
-from shardwright.train.step import Trainer
+from shardwright.train.memory import MemoryWatch
+from shardwright.train.step import DTYPES, Trainer
+from shardwright.train.units import format_bytes
 
 PEERS = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
 TURN_LIMIT_S = 300.0
@@ -52,7 +56,10 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class Side:
-    """What one side is told; ``name`` is ``ours`` or ``peer``. Turns are files in ``folder``."""
+    """What one side is told; ``name`` is ``ours`` or ``peer``. Turns are files in ``folder``.
+
+    ``tuned``: its ranks start with our settings of the memory allocator.
+    """
 
     name: str
     peer: str
@@ -60,6 +67,7 @@ class Side:
     rounds: int
     steps: int
     folder: str
+    tuned: bool = True
 
     @property
     def config(self) -> RunConfig:
@@ -69,25 +77,23 @@ class Side:
         return Path(self.folder) / f"{index}.{name}"
 
 
-def bench_training(layout: str, peer: str, model: str, seq_len: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Run both and return ``ratio`` (ours / peer, of medians), medians, every sample and where our time goes."""
+def bench_training(
+    layout: str, peer: str, model: str, seq_len: int, rounds: int, steps: int, tune_peer: bool = False
+) -> dict[str, Any]:
+    """Run both and return ``ratio`` (ours / peer, of medians), medians, every sample and where our time goes.
+
+    ``tune_peer`` gives the peer our settings of the memory allocator instead of those that torchrun starts it with.
+    """
     if not (PEERS / f"{peer}.py").is_file():
         known = ", ".join(sorted(path.stem for path in PEERS.glob("*.py"))) or "none here: peers need a source checkout"
         raise ConfigError(f"peer {peer!r} is not known; known: {known}")
-    config = RunConfig.of(
-        {
-            "model": model,
-            "data": {"sources": "synthetic:sentences", "seq_len": seq_len},
-            "optim": {"lr": 1e-3, "clip": 0.0, "schedule": "constant", "betas": [0.9, 0.999], "weight_decay": 0.01},
-            "layout": layout,
-        }
-    )
+    config = bench_config(layout, model, seq_len)
     check_start(config)
-    _check_peer(peer, config)
+    check_peer(peer, config)
     with tempfile.TemporaryDirectory(prefix="shardwright-bench-") as folder:
         ours = Side("ours", peer, config.to_table(), rounds, steps, folder)
         theirs = Path(folder) / "peer.json"
-        theirs.write_text(json.dumps(asdict(ours) | {"name": "peer"}), encoding="utf-8")
+        theirs.write_text(json.dumps(asdict(ours) | {"name": "peer", "tuned": tune_peer}), encoding="utf-8")
         command = [sys.executable, "-m", "shardwright.bench", str(theirs)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
@@ -97,7 +103,14 @@ def bench_training(layout: str, peer: str, model: str, seq_len: int, rounds: int
                 process.kill()
         if process.returncode != 0:
             raise RankError(f"peer {peer} failed: {complaint.strip()[-2000:]}")
-        return summarise(config, peer, result, json.loads(printed))
+        return summarise(config, peer, result, json.loads(printed)) | {"peer_is_tuned": tune_peer}
+
+
+def bench_config(layout: str, model: str, seq_len: int) -> RunConfig:
+    """What both sides train: AdamW without clipping on ``seq_len`` tokens of ``model``."""
+    optim = {"lr": 1e-3, "clip": 0.0, "schedule": "constant", "betas": [0.9, 0.999], "weight_decay": 0.01}
+    data = {"sources": "synthetic:sentences", "seq_len": seq_len}
+    return RunConfig.of({"model": model, "data": data, "optim": optim, "layout": layout})
 
 
 def _load_peer(name: str) -> ModuleType:
@@ -108,19 +121,20 @@ def _load_peer(name: str) -> ModuleType:
     return module
 
 
-def _check_peer(name: str, config: RunConfig) -> None:
-    """A peer's file names the axes that it can use in ``AXES``."""
-    axes: tuple[str, ...] = _load_peer(name).AXES
+def check_peer(name: str, config: RunConfig) -> None:
+    """A peer's file names the axes that it can use in ``AXES``, and its ``check(config)`` refuses other runs."""
+    peer = _load_peer(name)
+    axes: tuple[str, ...] = peer.AXES
     for axis in ("dp", "tp", "cp", "pp", "ep"):
         if getattr(config.layout, axis) > 1 and axis not in axes:
             raise ConfigError(f"peer {name} cannot run {axis}={getattr(config.layout, axis)}; use {', '.join(axes)} only")
+    peer.check(config)
 
 
 def _run_side(side: Side) -> dict[str, Any]:
     config = side.config
     world = config.layout.world_size
-    ours = side.name == "ours"
-    results = launch(_bench_rank, world, (side,), layout=str(config.layout), threads_per_rank=1, tune_memory=ours)
+    results = launch(_bench_rank, world, (side,), layout=str(config.layout), threads_per_rank=1, tune_memory=side.tuned)
     found: dict[str, Any] = results[0]
     return found
 
@@ -150,20 +164,24 @@ def _bench_rank(env: RankEnv, side: Side) -> dict[str, Any]:
     batches = random_batches(config.model, layout.microbatches, layout.micro_batch, config.data.seq_len, seed)
     batches = [batch.to(device) for batch in batches]
     parts: list[dict[str, float]] = []
+    classes: dict[str, int] = {}
     losses: list[Tensor] = []
-    step = _our_step(config, mesh, device, parts) if side.name == "ours" else _peer_step(side, mesh, device)
+    step = _our_step(config, mesh, device, parts, classes) if side.name == "ours" else peer_step(side.peer, config, mesh, device)
     samples: list[float] = []
     processor: list[float] = []
-    for index in range(side.rounds + 1):
+    watch = MemoryWatch()
+    for index in range(side.rounds + 2):
         if env.rank == 0:
             _wait_for_turn(side, index)
         mesh.world.barrier()
+        looked_at = index > side.rounds
         begin, cpu = time.perf_counter(), time.process_time()
-        losses += [step(batches) for _ in range(side.steps)]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        mesh.world.barrier()
-        if index:  # the first round warms up
+        with watch if looked_at else nullcontext():
+            losses += [step(batches) for _ in range(side.steps)]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            mesh.world.barrier()
+        if index and not looked_at:  # the first round warms up
             samples.append((time.perf_counter() - begin) / side.steps)
             processor.append((time.process_time() - cpu) / side.steps)
         if env.rank == 0:
@@ -171,15 +189,19 @@ def _bench_rank(env: RankEnv, side: Side) -> dict[str, Any]:
     known = torch.stack(losses).double()
     counted = torch.stack([known.nan_to_num(0.0), (~known.isnan()).double()])
     sums, counts = mesh.world.all_reduce(counted, name="losses")
-    means = sums / counts
-    cuda_peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    peak = max(mesh.world.gather_objects(peak_memory_bytes(cuda_peak)))
-    found = {"samples": samples, "processor": processor, "losses": means.tolist(), "parts": parts[side.steps :]}
-    return found | {"peak_memory_bytes": peak}
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else watch.peak
+    return {
+        "samples": samples,
+        "processor": processor,
+        "losses": (sums / counts).tolist(),
+        "parts": parts[side.steps : -side.steps],
+        "memory": mesh.world.gather_objects(peak),
+        "classes": mesh.world.gather_objects(classes),
+    }
 
 
 def _our_step(
-    config: RunConfig, mesh: Mesh, device: torch.device, parts: list[dict[str, float]]
+    config: RunConfig, mesh: Mesh, device: torch.device, parts: list[dict[str, float]], classes: dict[str, int]
 ) -> Callable[[list[MicroBatch]], Tensor]:
     trainer = Trainer(config, mesh, device)
 
@@ -187,16 +209,17 @@ def _our_step(
         result = trainer.step(batches, len(parts))
         busy, exposed = result.busy_seconds[mesh.rank], result.ledger.exposed_seconds
         parts.append({"forward_backward": busy, "exposed_communication": exposed})
+        classes.update(result.ledger.memory)
         return torch.tensor(result.loss, device=device)
 
     return step
 
 
-def _peer_step(side: Side, mesh: Mesh, device: torch.device) -> Callable[[list[MicroBatch]], Tensor]:
-    config = side.config
-    start = Trainer(config, Mesh.solo()).parameters if mesh.world.size == 1 else Trainer(config, mesh).parameters
-    weights = {name: parameter.detach().clone() for name, parameter in start.items()}
-    peer: Peer = _load_peer(side.peer).Peer(config, weights, mesh, device)
+def peer_step(name: str, config: RunConfig, mesh: Mesh, device: torch.device) -> Callable[[list[MicroBatch]], Tensor]:
+    """A step of one rank of the peer ``name``, with our initial values."""
+    model = Transformer(config.model, Mesh.solo(), DTYPES[config.layout.precision]).initialise(config.train.seed)
+    weights = {key: parameter.detach() for key, parameter in model.spec_parameters().items()}
+    peer: Peer = _load_peer(name).Peer(config, weights, mesh, device)
     return lambda batches: peer.step(batches).detach().clone()
 
 
@@ -224,15 +247,18 @@ def summarise(config: RunConfig, name: str, our: dict[str, Any], peer: dict[str,
             "step_seconds": seconds[side],
             "tokens_per_second": tokens / seconds[side],
             "processor_seconds": processor[side],
-            "peak_memory_bytes": (our if side == "ours" else peer)["peak_memory_bytes"],
+            "peak_memory_bytes": max(found["memory"]),
+            "memory_bytes_of_ranks": found["memory"],
         }
-        for side in seconds
+        for side, found in (("ours", our), ("peer", peer))
     }
+    classes = {name: max(rank[name] for rank in our["classes"]) for name in our["classes"][0]}
     return {
         "ratio": seconds["ours"] / seconds["peer"],
         "ratio_of_pairs": statistics.median(pairs),
         "ratio_of_processor_time": processor["ours"] / processor["peer"],
-        "ours": {**rows["ours"], **parts},
+        "ratio_of_memory": rows["ours"]["peak_memory_bytes"] / rows["peer"]["peak_memory_bytes"],
+        "ours": {**rows["ours"], **parts, "memory_by_class": classes},
         "peer": {"name": name, **rows["peer"]},
         "samples": {"ours": our["samples"], "peer": peer["samples"]},
         "losses": {"ours": our["losses"], "peer": peer["losses"]},
@@ -248,17 +274,18 @@ def summarise(config: RunConfig, name: str, our: dict[str, Any], peer: dict[str,
 
 
 def bench_table(result: dict[str, Any]) -> Table:
-    """Medians side by side, and the ratio."""
+    """Medians side by side, peak memory, and the ratios."""
     table = Table(title=f"{result['model']}, {result['layout']}, {result['tokens_per_step']} tokens a step", title_justify="left")
-    for name in ("", "step", "tokens/s", "processor time of a rank"):
+    for name in ("", "step", "tokens/s", "processor time of a rank", "peak memory of a rank"):
         table.add_column(name, justify="left" if not name else "right")
     for name, row in (("shardwright", result["ours"]), (result["peer"]["name"], result["peer"])):
         rate, processor = f"{row['tokens_per_second']:,.0f}", f"{row['processor_seconds'] * 1e3:.1f} ms"
-        table.add_row(name, f"{row['step_seconds'] * 1e3:.1f} ms", rate, processor)
+        memory = format_bytes(row["peak_memory_bytes"])
+        table.add_row(name, f"{row['step_seconds'] * 1e3:.1f} ms", rate, processor, memory)
     table.add_section()
-    ratios = (result["ratio"], result["ratio_of_pairs"], result["ratio_of_processor_time"])
-    table.add_row("ratio ours / peer", f"{ratios[0]:.3f}", f"pairs {ratios[1]:.3f}", f"{ratios[2]:.3f}")
-    table.add_row("losses differ by", f"{result['largest_loss_difference']:.1e}", "", "")
+    ratios = (result["ratio"], result["ratio_of_pairs"], result["ratio_of_processor_time"], result["ratio_of_memory"])
+    table.add_row("ratio ours / peer", f"{ratios[0]:.3f}", f"pairs {ratios[1]:.3f}", *(f"{ratio:.3f}" for ratio in ratios[2:]))
+    table.add_row("losses differ by", f"{result['largest_loss_difference']:.1e}", "", "", "")
     return table
 
 

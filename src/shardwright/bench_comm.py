@@ -38,13 +38,16 @@ LEAST_TURNS, MOST_TURNS = 7, 40
 
 @dataclass(frozen=True)
 class Point:
-    """One measured median. ``bytes`` is the full buffer, ``sent`` what the ring formulas say that one rank sends."""
+    """One measured median. ``bytes`` is the full buffer, ``sent`` what the ring formulas say that one rank sends,
+    ``moved`` what it reads and writes in memory (None where the transport does not tell).
+    """
 
     verb: str
     transport: str
     bytes: int
     sent: int
     seconds: float
+    moved: int | None
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Fit:
 def bench_comm(ranks: int, most_bytes: int, transports: Sequence[str] = ()) -> dict[str, Any]:
     """Measure and fit; ``transports`` of ``gloo``, ``shm``, ``shm own`` and ``nccl``, all that are at hand by default.
 
-    ``shm own``: buffers of `Comm.empty`, which peers read in place. Raises `ConfigError` below 2 ranks.
+    ``shm own``: buffers of `Comm.empty`, which peers read in place; so are gathers and scatters in all transports, as in a
+    training step: a rank's part is its own slice of the full buffer. Raises `ConfigError` below 2 ranks.
     """
     if ranks < 2:
         raise ConfigError(f"--ranks {ranks}: a link has two ends; use 2 or more")
@@ -91,8 +95,10 @@ def _rank(env: RankEnv, most_bytes: int, wanted: tuple[str, ...]) -> dict[str, A
     while size <= most_bytes:
         for verb in VERBS:
             calls = {name: _call(verb, comm, size // 4, device, own) for name, (comm, own) in comms.items()}
+            moved = {name: _moved(call, comms[name][0]) for name, call in calls.items()}
             for name, seconds in _medians(calls, comms).items():
-                points.append(asdict(Point(verb, name, size, _sent(verb, size // 4, env.world_size), seconds)))
+                sent = _sent(verb, size // 4, env.world_size)
+                points.append(asdict(Point(verb, name, size, sent, seconds, moved[name])))
         size *= 4
     return {
         "points": points,
@@ -123,17 +129,16 @@ def _call(verb: str, comm: Comm, numel: int, device: torch.device, own: bool) ->
         made = comm.empty(count, torch.float32, device) if own else torch.empty(count, device=device)
         return made.zero_()  # sums stay finite over many calls
 
-    full, part = buffer(numel), buffer(numel // comm.size)
+    full, share = buffer(numel), numel // comm.size
+    whole, part = full[: share * comm.size], full[comm.rank * share : (comm.rank + 1) * share]
     if verb == "all_reduce":
         return lambda: comm.all_reduce_start(full, name=verb).wait()
     if verb == "reduce_scatter":
-        whole = full[: part.numel() * comm.size]
         return lambda: comm.reduce_scatter_start(part, whole, name=verb).wait()
     if verb == "all_gather":
-        whole = full[: part.numel() * comm.size]
         return lambda: comm.all_gather_start(whole, part, name=verb).wait()
     if verb == "all_to_all":
-        sizes = [part.numel()] * comm.size
+        sizes = [share] * comm.size
         return lambda: comm.all_to_all(full[: sum(sizes)], sizes, sizes, name=verb)
     if verb == "broadcast":
         return lambda: comm.broadcast(full, name=verb)
@@ -145,6 +150,14 @@ def _call(verb: str, comm: Comm, numel: int, device: torch.device, own: bool) ->
         sending.wait()
 
     return exchange
+
+
+def _moved(call: Callable[[], object], comm: Comm) -> int | None:
+    """Bytes of memory that this rank reads and writes in one call."""
+    before = comm.moved_bytes
+    call()
+    after = comm.moved_bytes
+    return None if before is None or after is None else after - before
 
 
 def _medians(calls: dict[str, Callable[[], object]], comms: dict[str, tuple[Comm, bool]]) -> dict[str, float]:

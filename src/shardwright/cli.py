@@ -259,19 +259,25 @@ def bench_comm(
 @bench_app.command("train", epilog="Example: shardwright bench train --layout dp=2 --peer ddp")
 def bench_train(
     layout: LayoutText = "dp=2,micro_batch=4",
-    peer: Annotated[str, typer.Option(help="ddp: PyTorch's DistributedDataParallel with fused AdamW.")] = "ddp",
+    peer: Annotated[
+        str,
+        typer.Option(help="ddp, zero_redundancy, fsdp1, fsdp2, parallelize_module, pipelining (PyTorch's) or deepspeed."),
+    ] = "ddp",
     model: Annotated[str, typer.Option(help="Preset or Hugging Face folder.")] = "bench-25m",
     seq_len: Annotated[int, typer.Option(min=2)] = 256,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of ours, theirs, ours, theirs.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each side in a round.")] = 1,
+    tune_peer: Annotated[
+        bool, typer.Option("--tune-peer", help="Start the peer with our settings of the memory allocator too.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Keep the JSON here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time a training step of ours and a peer's on the same model, batch and steps, in the same processes."""
+    """Time a training step of ours and a peer's on the same model, batch and steps; show the memory of both."""
     _warm_up()
     from shardwright.bench import bench_table, bench_training
 
-    result = bench_training(layout or "dp=2", peer, model, seq_len, rounds, steps)
+    result = bench_training(layout or "dp=2", peer, model, seq_len, rounds, steps, tune_peer)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -192,6 +192,22 @@ def test_tensors_larger_than_a_piece() -> None:
     assert run_ranks(large_tensors, 2) == [2 << 20, 2 << 20]
 
 
+def moved_beside_sent(env: RankEnv) -> tuple[int, dict[str, int]]:
+    mesh = Mesh.distributed(Layout.parse("dp=2,comm=shm"), env.rank, 30.0)
+    buffer = mesh.dp.empty(1 << 18, torch.float32, CPU).zero_()
+    mesh.recorder.take()
+    mesh.dp.all_reduce(buffer, name="gradients")
+    with mesh.recorder.aside():
+        mesh.world.all_reduce(buffer, name="not a part of the step")
+    ledger = mesh.recorder.take()
+    assert mesh.recorder.take().moved_bytes == {"dp": 0}
+    return ledger.total_bytes, ledger.moved_bytes
+
+
+def test_the_ledger_counts_what_memory_moved_beside_what_the_strategy_sends() -> None:
+    assert run_ranks(moved_beside_sent, 2) == [(1 << 20, {"dp": 2 << 20})] * 2
+
+
 # ---------------------------------------------------------------------------------------------------- groups
 
 

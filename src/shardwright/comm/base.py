@@ -44,6 +44,11 @@ class Comm(ABC):
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def moved_bytes(self) -> int | None:
+        """Bytes of memory that this rank has read and written for verbs so far; None where the transport does not tell."""
+        return None
+
     # -- reductions and gathers ----------------------------------------------------------------------
 
     @abstractmethod

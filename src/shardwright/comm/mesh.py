@@ -49,6 +49,7 @@ class Mesh:
                 continue
             if groups not in transports:
                 transports[groups] = make(axis, groups)
+                self.recorder.watch(axis, transports[groups])
             setattr(self, axis, _renamed(RecordComm(transports[groups], self.recorder), axis))
 
     @classmethod

@@ -1,4 +1,7 @@
-"""`RecordComm` wraps any `Comm` and writes the `Ledger`: what was sent, how long it took, how long the caller waited."""
+"""`RecordComm` wraps any `Comm` and writes the `Ledger`: what was sent, how long it took, how long the caller waited.
+
+Beside what the strategy sends the recorder counts what memory really moved, as far as a transport tells.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,20 @@ class Recorder:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self._phase = "setup"
+        self._transports: dict[str, Comm] = {}
+        self._seen: dict[str, int] = {}
+
+    def watch(self, axis: str, transport: Comm) -> None:
+        """Count what ``transport`` moves in memory under ``axis``, from now on."""
+        moved = transport.moved_bytes
+        if moved is not None:
+            self._transports[axis], self._seen[axis] = transport, moved
+
+    def _count_moved(self) -> None:
+        for axis, transport in self._transports.items():
+            now = transport.moved_bytes or 0
+            self.ledger.moved_bytes[axis] = self.ledger.moved_bytes.get(axis, 0) + now - self._seen[axis]
+            self._seen[axis] = now
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -34,17 +51,20 @@ class Recorder:
 
     def take(self) -> Ledger:
         """The ledger so far; recording goes on in a new one."""
+        self._count_moved()
         ledger, self.ledger = self.ledger, Ledger()
         return ledger
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Entries made inside are in no ledger (looking at state, not a part of the step)."""
+        self._count_moved()
         kept = self.ledger
         self.ledger = Ledger()
         try:
             yield
         finally:
+            self._count_moved()
             self.ledger = kept
 
     def book(self, verb: str, axis: str, tensor: str, num_bytes: int) -> LedgerEntry:
@@ -116,6 +136,10 @@ class RecordComm(Comm):
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.inner.empty(size, dtype, device)
+
+    @property
+    def moved_bytes(self) -> int | None:
+        return self.inner.moved_bytes
 
     def _book(self, verb: str, name: str, full: Tensor) -> LedgerEntry:
         sent = ring_bytes(verb, full.numel(), full.element_size(), self.size)

@@ -77,11 +77,17 @@ class BucketTiming:
 
 @dataclass
 class Ledger:
-    """Entries of one step (or a sum over steps), with memory by class in bytes and the buckets' timings."""
+    """Entries of one step (or a sum over steps), with memory by class in bytes and the buckets' timings.
+
+    ``moved_bytes``: what the rank has really read and written in memory for the verbs of each axis, where the transport
+    tells (shared memory). Entries have what the strategy sends, whatever carries it. Axes with the same ranks share a
+    transport and are counted under the first of them.
+    """
 
     entries: dict[tuple[str, str, str, str], LedgerEntry] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     buckets: list[BucketTiming] = field(default_factory=list)
+    moved_bytes: dict[str, int] = field(default_factory=dict)
 
     def add(
         self,
@@ -145,6 +151,7 @@ class Ledger:
             "memory": dict(self.memory),
             "buckets": [asdict(bucket) for bucket in self.buckets],
             "total_bytes": self.total_bytes,
+            "moved_bytes": dict(self.moved_bytes),
             "exposed_tail_seconds": self.exposed_tail,
         }
 
@@ -160,4 +167,6 @@ class Ledger:
             total.buckets += ledger.buckets
             for name, value in ledger.memory.items():
                 total.memory[name] = max(total.memory.get(name, 0), value)
+            for axis, moved in ledger.moved_bytes.items():
+                total.moved_bytes[axis] = total.moved_bytes.get(axis, 0) + moved
         return total
