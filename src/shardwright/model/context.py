@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwright.core.run_config import RouterConfig
 from shardwright.ops.attention import Attend
+from shardwright.ops.capacity import Limit
 from shardwright.ops.kernels import dropout, dropout_key
 from shardwright.ops.rope import Rotation
 from shardwright.ops.routing import Exchange, LocalExchange, LocalSums, RouterSums
@@ -25,8 +26,10 @@ class Context:
     ``loss_chunk`` tokens whose logits the head makes at a time, 0 for all.
 
     For layers with experts: ``exchange`` and ``sums`` are what other ranks have to do with them, ``router`` how routers
-    train. ``sequence`` (T,) int64 the sequence of each token among the ``num_sequences`` of the micro-batch, -1 for padding;
-    None: one sequence. ``routed``: a list to which each router appends what it did (`model.router.Routed`), or None.
+    train. ``sequence`` (T,) int64 the sequence of each token among the ``num_sequences`` of the micro-batch, -1 for padding
+    (which there may be if ``padded``), ``place`` (T,) its place among them; None: one sequence, in order. ``limit``: what
+    each expert may take of a sequence, None for all. ``routed``: a list to which each router appends what it did
+    (`model.router.Routed`), or None.
     """
 
     tokens: Tensor
@@ -45,8 +48,10 @@ class Context:
     sums: RouterSums = field(default_factory=LocalSums)
     router: RouterConfig = field(default_factory=RouterConfig)
     sequence: Tensor | None = None
+    place: Tensor | None = None
     num_sequences: int = 1
-    num_padding: int = 0
+    padded: bool = False
+    limit: Limit | None = None
     routed: list[Any] | None = None
 
     def drop(self, x: Tensor, layer: int, site: int) -> Tensor:

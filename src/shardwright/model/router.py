@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwright.core.model_config import ModelConfig, MoEConfig
 from shardwright.model.context import Context
 from shardwright.model.init import ParameterTable
+from shardwright.ops.capacity import limit_choices
 from shardwright.ops.kernels import dropout_key, jitter
 from shardwright.ops.linear import wide_linear
 from shardwright.ops.routing import Routing, count_experts
@@ -61,13 +62,56 @@ class Router(nn.Module):
         logits = wide_linear(self._jittered(x, context), self.weight, self.bias, context.router.dtype)
         scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
         choice = scores.detach() if self.correction is None else scores.detach() + self.correction
-        limited = within_best_groups(choice, moe)
-        expert_ids = limited.topk(moe.top_k, dim=-1).indices
-        return self._finished(expert_ids, scores, logits, context)
+        choice = within_best_groups(choice, moe)
+        chosen = choice.topk(moe.top_k, dim=-1).indices
+        expert_ids = self._with_room(chosen, choice, context)
+        kept = expert_ids != moe.num_experts
+        weights = weigh(scores, torch.where(kept, expert_ids, chosen), moe)
+        may_drop = context.limit is not None or context.padded
+        if may_drop:
+            weights = weights * kept
+        if context.routed is not None:
+            context.routed.append(self._routed(chosen, expert_ids, scores, logits, context))
+        return Routing(expert_ids, weights, moe.num_experts, may_drop)
 
-    def _finished(self, expert_ids: Tensor, scores: Tensor, logits: Tensor, context: Context) -> Routing:
-        routing = Routing(expert_ids, weigh(scores, expert_ids, self.moe), self.moe.num_experts)
-        return routing
+    def _with_room(self, chosen: Tensor, choice: Tensor, context: Context) -> Tensor:
+        """The choices (N, k) that have room, `num_experts` for others; padding has none."""
+        sequence = self._sequence(chosen, context)
+        if context.limit is None:
+            return chosen.masked_fill(sequence.unsqueeze(1) < 0, self.moe.num_experts) if context.padded else chosen
+        place = torch.arange(len(chosen), device=chosen.device) if context.place is None else context.place
+        place = place if context.place is None else context.region.own_tokens(place)
+        known = torch.cat([chosen, sequence.unsqueeze(1), place.unsqueeze(1)], dim=1)
+        whole, own = context.sums.same_sequences(known, f"blocks.{self.layer} choices")
+        ranked = None
+        if context.limit.needs_scores:
+            ranked, _ = context.sums.same_sequences(choice, f"blocks.{self.layer} scores")
+        top_k, num_experts = chosen.shape[1], self.moe.num_experts
+        ids, number, place = whole[:, :top_k], whole[:, top_k], whole[:, top_k + 1]
+        return limit_choices(ids, ranked, number, place, context.num_sequences, num_experts, context.limit)[own]
+
+    def _sequence(self, chosen: Tensor, context: Context) -> Tensor:
+        """The sequence (N,) of each of this rank's tokens."""
+        if context.sequence is None:
+            return torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
+        return context.region.own_tokens(context.sequence)
+
+    def _routed(self, chosen: Tensor, given: Tensor, scores: Tensor, logits: Tensor, context: Context) -> Routed:
+        """The sums for losses and metrics; per sequence if that is what the loss balances over, else of all tokens."""
+        num_experts, moe = self.moe.num_experts, self.moe
+        num_sequences = context.num_sequences if context.router.balance == "sequence" else 1
+        sequence = self._sequence(chosen, context)
+        number = torch.where(sequence < 0, num_sequences, sequence.clamp(max=num_sequences - 1))
+        flat = (number.unsqueeze(1) * num_experts + chosen).clamp(max=num_sequences * num_experts)
+        counts = count_experts(flat, num_sequences * num_experts).view(num_sequences, num_experts)
+        shares = scores if moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        sums = shares.new_zeros((num_sequences + 1, num_experts)).index_add(0, number, shares)[:num_sequences]
+        z_sum = logits.new_zeros(())
+        if context.router.z_loss:
+            z_sum = (logits.logsumexp(-1).square() * (number < num_sequences)).sum()
+        real = (number < num_sequences).unsqueeze(1)
+        dropped, rerouted = (given == num_experts) & real, (given != chosen) & (given != num_experts) & real
+        return Routed(self.layer, counts, sums, z_sum, dropped.sum(), rerouted.sum())
 
     def _jittered(self, x: Tensor, context: Context) -> Tensor:
         """Times uniform noise in [1 - jitter, 1 + jitter] in training (Switch, arXiv 2101.03961, section 2.4)."""
@@ -99,8 +143,3 @@ def weigh(scores: Tensor, expert_ids: Tensor, moe: MoEConfig) -> Tensor:
     if moe.normalise_top_k:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * moe.routed_scale if moe.routed_scale != 1.0 else weights
-
-
-def local_counts(expert_ids: Tensor, num_experts: int) -> Tensor:
-    """How often each expert is chosen (E,) int64."""
-    return count_experts(expert_ids, num_experts)

@@ -24,6 +24,7 @@ from shardwright.model.mlp import MLP
 from shardwright.model.moe import MoE
 from shardwright.model.router import Routed
 from shardwright.ops.attention import Attend
+from shardwright.ops.capacity import Limit
 from shardwright.ops.linear import embedding
 from shardwright.ops.rope import rotation
 from shardwright.ops.routing import Exchange, LocalExchange
@@ -164,8 +165,10 @@ class Transformer(nn.Module):
         loss_chunk: int = 0,
         router: RouterConfig | None = None,
         sequence: Tensor | None = None,
+        place: Tensor | None = None,
         num_sequences: int = 1,
-        num_padding: int = 0,
+        padded: bool = False,
+        limit: Limit | None = None,
         routed: list[Routed] | None = None,
     ) -> Context:
         """The context of one call: adds the rotation of ``positions`` and the model's dropout rate."""
@@ -173,7 +176,7 @@ class Transformer(nn.Module):
         rate = self.config.dropout
         return Context(
             tokens, positions, attend, turned, self.region, targets, token_index, rate, seed, step, recompute, loss_chunk,
-            self.exchange, self.sums, router or RouterConfig(), sequence, num_sequences, num_padding, routed,
+            self.exchange, self.sums, router or RouterConfig(), sequence, place, num_sequences, padded, limit, routed,
         )  # fmt: skip
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, targets: Tensor | None = None) -> Tensor:
