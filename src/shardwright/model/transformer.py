@@ -20,6 +20,7 @@ from shardwright.model.context import Context
 from shardwright.model.init import ParameterTable, initialise
 from shardwright.model.layers import Norm
 from shardwright.model.loss import head_loss
+from shardwright.model.mla import LatentAttention
 from shardwright.model.mlp import MLP
 from shardwright.model.moe import MoE
 from shardwright.model.router import Routed
@@ -63,7 +64,8 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.attention_norm = Norm(f"blocks.{layer}.attention_norm", config, table)
-        self.attention = Attention(config, layer, table)
+        latent = config.mla is not None
+        self.attention = LatentAttention(config, layer, table) if latent else Attention(config, layer, table)
         self.mlp_norm = Norm(f"blocks.{layer}.mlp_norm", config, table)
         self.mlp = None if config.is_moe_layer(layer) else MLP(config, layer, table)
         self.moe = MoE(config, layer, table) if config.is_moe_layer(layer) else None
