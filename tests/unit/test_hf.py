@@ -418,10 +418,11 @@ def test_save_on_a_file(folder: Path) -> None:
 # -- a real model ----------------------------------------------------------------------------------
 
 
-def test_golden_continuations(shared: Path, tmp_path: Path) -> None:
-    source = shared / "data" / "models" / "babyllama-tok105"
+@pytest.mark.parametrize("name", ["babyllama-tok105", "moe-gsm8k-1.5m"])
+def test_golden_continuations(name: str, shared: Path, tmp_path: Path) -> None:
+    source = shared / "data" / "models" / name
     if not source.is_dir():
-        pytest.skip("needs ../shared/data/models/babyllama-tok105, a real model with golden continuations")
+        pytest.skip(f"needs ../shared/data/models/{name}, a real model with golden continuations")
     golden = json.loads((source / "golden.json").read_text())
     model = our_model(*load_hf(source))
     assert len(golden["results"]) == 3
@@ -436,5 +437,5 @@ def test_golden_continuations(shared: Path, tmp_path: Path) -> None:
         assert float((chosen - torch.tensor(case["new_logprobs"])).abs().max()) < 1e-3
     save_hf(tmp_path / "copy", *load_hf(source), tokenizer_folder=source)
     config, weights = load_hf(tmp_path / "copy")
-    assert all(torch.equal(value, weights[name]) for name, value in load_hf(source)[1].items())
-    assert (tmp_path / "copy" / "tokenizer.model").is_file() and config.vocab_size == 105
+    assert all(torch.equal(value, weights[key]) for key, value in load_hf(source)[1].items())
+    assert (tmp_path / "copy" / "tokenizer.json").is_file() and config.vocab_size == model.config.vocab_size

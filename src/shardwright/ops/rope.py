@@ -42,10 +42,10 @@ def softmax_scale(config: ModelConfig) -> float:
     ``mscale_all_dim`` the square of its scale, as DeepSeek-V2 and V3 do."""
     scaling, mla = config.rope_scaling, config.mla
     assert mla is not None
-    padded = (max(config.head_dim, mla.v_head_dim) / config.head_dim) ** 0.5
+    padded = math.sqrt(max(config.head_dim, mla.v_head_dim) / config.head_dim)
     if scaling is None or not scaling.mscale_all_dim:
         return padded
-    return padded * _yarn_scale(scaling.factor, scaling.mscale_all_dim) ** 2
+    return padded * math.pow(_yarn_scale(scaling.factor, scaling.mscale_all_dim), 2)
 
 
 def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotation:
