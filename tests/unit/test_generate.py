@@ -31,6 +31,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "one-kv-head": {"num_kv_heads": 1},
     "qwen3": {"family": "qwen3", "num_kv_heads": 2, "qk_norm": True},
     "gpt2": GPT2,
+    "experts": {"family": "mixtral", "moe": {"num_experts": 4, "top_k": 2, "expert_dim": 24}},
+    "latent": {
+        "family": "deepseek_v2",
+        "mla": {"kv_lora_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 14},
+    },
     "window": {"num_kv_heads": 2, "sliding_window": 5},
     "window-in-some-layers": {"num_kv_heads": 2, "sliding_window": 5, "sliding_layers": (0, 2)},
 }

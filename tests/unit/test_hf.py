@@ -36,6 +36,18 @@ SHAPE = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 # Name -> the class of transformers' config and its arguments.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3": (
@@ -77,6 +89,50 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+            "head_dim": 32,
+        },
+    ),
+    "deepseek-v2": ("DeepseekV2Config", {**LATENT, "n_shared_experts": 2, "q_lora_rank": None, "v_head_dim": 24}),
+    "deepseek-v2-groups": (
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 4.0,
+            "rope_parameters": {"rope_theta": 1e4, **YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        {
+            **LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_mtp_layers": 0,
+            "rope_parameters": {"rope_theta": 1e4, **YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
 }
 
 
@@ -97,7 +153,8 @@ class Reference:
         config = getattr(self.library, config_class)(**{**shape, **arguments}, attn_implementation="eager")
         torch.manual_seed(0)
         model = self.library.AutoModelForCausalLM.from_config(config).eval()
-        for parameter in model.parameters():
+        biases = [buffer for key, buffer in model.named_buffers() if key.endswith("correction_bias")]
+        for parameter in [*model.parameters(), *biases]:
             parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
         return model
 
@@ -361,10 +418,11 @@ def test_save_on_a_file(folder: Path) -> None:
 # -- a real model ----------------------------------------------------------------------------------
 
 
-def test_golden_continuations(shared: Path, tmp_path: Path) -> None:
-    source = shared / "data" / "models" / "babyllama-tok105"
+@pytest.mark.parametrize("name", ["babyllama-tok105", "moe-gsm8k-1.5m"])
+def test_golden_continuations(name: str, shared: Path, tmp_path: Path) -> None:
+    source = shared / "data" / "models" / name
     if not source.is_dir():
-        pytest.skip("needs ../shared/data/models/babyllama-tok105, a real model with golden continuations")
+        pytest.skip(f"needs ../shared/data/models/{name}, a real model with golden continuations")
     golden = json.loads((source / "golden.json").read_text())
     model = our_model(*load_hf(source))
     assert len(golden["results"]) == 3
@@ -379,5 +437,5 @@ def test_golden_continuations(shared: Path, tmp_path: Path) -> None:
         assert float((chosen - torch.tensor(case["new_logprobs"])).abs().max()) < 1e-3
     save_hf(tmp_path / "copy", *load_hf(source), tokenizer_folder=source)
     config, weights = load_hf(tmp_path / "copy")
-    assert all(torch.equal(value, weights[name]) for name, value in load_hf(source)[1].items())
-    assert (tmp_path / "copy" / "tokenizer.model").is_file() and config.vocab_size == 105
+    assert all(torch.equal(value, weights[key]) for key, value in load_hf(source)[1].items())
+    assert (tmp_path / "copy" / "tokenizer.json").is_file() and config.vocab_size == model.config.vocab_size

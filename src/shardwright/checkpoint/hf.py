@@ -1,4 +1,4 @@
-"""Hugging Face model folders: ``config.json``, safetensors and tokenizer files, for llama, qwen2, qwen3 and gpt2.
+"""Hugging Face model folders: ``config.json``, safetensors and tokenizer files, for the families in `FORMATS`.
 
 One table per format says which of our parameters a tensor of the file holds; both directions read it. Our names are
 those of `parameter_specs`. Nothing is guessed: a name that is missing, unexpected or of another shape is an error.
@@ -46,49 +46,118 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of a Hugging Face file: our ``parts`` joined along dim 0, then transposed if ``transposed``."""
+    """One tensor of a Hugging Face file: our ``parts`` joined along dim 0, then transposed if ``transposed``.
+
+    ``expert`` (number, first row, end): these rows of one expert of a stacked part instead. ``turned`` (rows of a head, the
+    last of them that are rotated): the file has their two halves interleaved, as pairs.
+    """
 
     name: str
     parts: tuple[str, ...]
     transposed: bool = False
+    expert: tuple[int, int, int] | None = None
+    turned: tuple[int, int] | None = None
 
     def shape(self, specs: Mapping[str, Spec]) -> tuple[int, ...]:
         """The shape in the file."""
+        if self.expert is not None:
+            _, start, stop = self.expert
+            return (stop - start, specs[self.parts[0]].shape[2])
         rows = sum(specs[part].shape[0] for part in self.parts)
         shape = (rows, *specs[self.parts[0]].shape[1:])
         return shape[::-1] if self.transposed else shape
 
     def join(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Our parts -> the tensor of the file (a view where that is possible)."""
+        if self.expert is not None:
+            number, start, stop = self.expert
+            return weights[self.parts[0]][number, start:stop]
         parts = [weights[part] for part in self.parts]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.turned is not None:
+            whole = self._reordered(whole, (2, -1))
         return whole.t() if self.transposed else whole
 
-    def split(self, tensor: Tensor, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
-        """The tensor of the file -> our parts, contiguous."""
+    def split(self, tensor: Tensor, specs: Mapping[str, Spec], weights: dict[str, Tensor]) -> None:
+        """Put our parts of the file's tensor, contiguous, into ``weights``."""
+        if self.expert is not None:
+            (part,), (number, start, stop) = self.parts, self.expert
+            if part not in weights:
+                weights[part] = tensor.new_empty(specs[part].shape)
+            weights[part][number, start:stop] = tensor
+            return
         whole = tensor.t() if self.transposed else tensor
+        if self.turned is not None:
+            whole = self._reordered(whole, (-1, 2))
         pieces = torch.split(whole, [specs[part].shape[0] for part in self.parts])
-        return {part: piece.contiguous() for part, piece in zip(self.parts, pieces, strict=True)}
+        weights |= {part: piece.contiguous() for part, piece in zip(self.parts, pieces, strict=True)}
+
+    def _reordered(self, whole: Tensor, halves: tuple[int, int]) -> Tensor:
+        """``whole`` with the rotated rows of each head, seen as ``halves``, transposed."""
+        assert self.turned is not None
+        size, rotated = self.turned
+        heads = whole.reshape(-1, size, *whole.shape[1:])
+        kept, turned = heads.split([size - rotated, rotated], dim=1)
+        swapped = turned.unflatten(1, halves).transpose(1, 2).flatten(1, 2)
+        return torch.cat([kept, swapped], dim=1).reshape(whole.shape)
 
 
 @dataclass(frozen=True)
 class _Rule:
     """A module of the file and the modules of ours that it holds; ``{}`` is the layer's number.
 
-    ``conv1d``: the weight is stored as (in, out), the way GPT-2's Conv1D keeps it.
+    ``conv1d``: the weight is stored as (in, out), the way GPT-2's Conv1D keeps it. ``rows``: a second ``{}`` of the module is
+    an expert's number, and it holds its ``gate`` or ``up`` rows, or all of them, of our stacked weight. ``turned``: the rows of
+    a query head (``q``) or of the shared key (``k``) are rotated. ``kinds``: what the module's tensors are called.
     """
 
     module: str
     ours: tuple[str, ...]
     conv1d: bool = False
+    rows: str = ""
+    turned: str = ""
+    kinds: tuple[tuple[str, str], ...] = (("weight", "weight"), ("bias", "bias"))
 
-    def tensors(self, layer: int | None, specs: Mapping[str, Spec]) -> Iterator[HFTensor]:
-        for kind in ("weight", "bias"):
+    def tensors(self, layer: int | None, specs: Mapping[str, Spec], config: ModelConfig) -> Iterator[HFTensor]:
+        for theirs, kind in self.kinds:
             parts = tuple(f"{module}.{kind}".format(layer) for module in self.ours)
-            if parts[0] in specs:
-                yield HFTensor(f"{self.module}.{kind}".format(layer), parts, self.conv1d and kind == "weight")
+            if parts[0] not in specs:
+                continue
+            if self.rows:
+                yield from self._experts(f"{self.module}.{theirs}", layer, specs[parts[0]])
+                continue
+            name = f"{self.module}.{theirs}".format(layer)
+            yield HFTensor(name, parts, self.conv1d and kind == "weight", turned=self._turned(config))
+
+    def _experts(self, name: str, layer: int | None, spec: Spec) -> Iterator[HFTensor]:
+        count, rows, _ = spec.shape
+        start, stop = {"gate": (0, rows // 2), "up": (rows // 2, rows), "all": (0, rows)}[self.rows]
+        for number in range(count):
+            yield HFTensor(name.format(layer, number), (spec.name,), expert=(number, start, stop))
+
+    def _turned(self, config: ModelConfig) -> tuple[int, int] | None:
+        if not self.turned or config.mla is None:
+            return None
+        mla = config.mla
+        return (config.head_dim if self.turned == "q" else mla.kv_lora_rank + mla.rope_head_dim, mla.rope_head_dim)
 
 
+def _gated(module: str, ours: str) -> tuple[_Rule, ...]:
+    return tuple(_Rule(f"{module}.{part}_proj", (f"{ours}.{part}",)) for part in ("gate", "up", "down"))
+
+
+def _routed(module: str, gate: str, up: str, down: str) -> tuple[_Rule, ...]:
+    """The experts of a module, which the file holds one by one."""
+    ours = "blocks.{}.moe.experts"
+    return (
+        _Rule(f"{module}.experts.{{}}.{gate}", (f"{ours}.up",), rows="gate"),
+        _Rule(f"{module}.experts.{{}}.{up}", (f"{ours}.up",), rows="up"),
+        _Rule(f"{module}.experts.{{}}.{down}", (f"{ours}.down",), rows="all"),
+        _Rule(f"{module}.gate", ("blocks.{}.moe.router",), kinds=_ROUTER),
+    )
+
+
+_ROUTER = (("weight", "weight"), ("e_score_correction_bias", "correction"))
 _ROTARY = (
     _Rule("model.embed_tokens", ("embedding.token",)),
     _Rule("model.layers.{}.input_layernorm", ("blocks.{}.attention_norm",)),
@@ -99,9 +168,7 @@ _ROTARY = (
     _Rule("model.layers.{}.self_attn.k_norm", ("blocks.{}.attention.k_norm",)),
     _Rule("model.layers.{}.self_attn.o_proj", ("blocks.{}.attention.out",)),
     _Rule("model.layers.{}.post_attention_layernorm", ("blocks.{}.mlp_norm",)),
-    _Rule("model.layers.{}.mlp.gate_proj", ("blocks.{}.mlp.gate",)),
-    _Rule("model.layers.{}.mlp.up_proj", ("blocks.{}.mlp.up",)),
-    _Rule("model.layers.{}.mlp.down_proj", ("blocks.{}.mlp.down",)),
+    *_gated("model.layers.{}.mlp", "blocks.{}.mlp"),
     _Rule("model.norm", ("head.norm",)),
     _Rule("lm_head", ("head",)),
 )
@@ -121,9 +188,35 @@ _GPT2 = (
     _Rule("transformer.ln_f", ("head.norm",)),
     _Rule("lm_head", ("head",)),
 )
-FORMATS: Mapping[str, tuple[_Rule, ...]] = MappingProxyType(
-    {"llama": _ROTARY, "qwen2": _ROTARY, "qwen3": _ROTARY, "gpt2": _GPT2}
+_LATENT = (
+    _Rule("model.layers.{}.self_attn.q_proj", ("blocks.{}.attention.q",), turned="q"),
+    _Rule("model.layers.{}.self_attn.q_a_proj", ("blocks.{}.attention.q_down",)),
+    _Rule("model.layers.{}.self_attn.q_a_layernorm", ("blocks.{}.attention.q_norm",)),
+    _Rule("model.layers.{}.self_attn.q_b_proj", ("blocks.{}.attention.q_up",), turned="q"),
+    _Rule("model.layers.{}.self_attn.kv_a_proj_with_mqa", ("blocks.{}.attention.kv_down",), turned="k"),
+    _Rule("model.layers.{}.self_attn.kv_a_layernorm", ("blocks.{}.attention.kv_norm",)),
+    _Rule("model.layers.{}.self_attn.kv_b_proj", ("blocks.{}.attention.kv_up",)),
 )
+_EXPERTS = _routed("model.layers.{}.mlp", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL = (*_ROTARY, *_routed("model.layers.{}.block_sparse_moe", "w1", "w3", "w2"))
+_QWEN_MOE = (
+    *_ROTARY,
+    *_EXPERTS,
+    *_gated("model.layers.{}.mlp.shared_expert", "blocks.{}.moe.shared"),
+    _Rule("model.layers.{}.mlp.shared_expert_gate", ("blocks.{}.moe.shared_gate",)),
+)
+_DEEPSEEK = (
+    *(rule for rule in _ROTARY if not rule.module.endswith(("q_proj", "q_norm"))),
+    *_LATENT,
+    *_EXPERTS,
+    *_gated("model.layers.{}.mlp.shared_experts", "blocks.{}.moe.shared"),
+)
+FORMATS: Mapping[str, tuple[_Rule, ...]] = MappingProxyType(
+    {
+        "llama": _ROTARY, "qwen2": _ROTARY, "qwen3": _ROTARY, "gpt2": _GPT2, "mixtral": _MIXTRAL, "qwen2_moe": _QWEN_MOE,
+        "qwen3_moe": _QWEN_MOE, "deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK,
+    }
+)  # fmt: skip
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Tensors of older files that are not parameters, by how their names end."""
 
@@ -139,7 +232,7 @@ def hf_names(config: ModelConfig) -> tuple[HFTensor, ...]:
     found: list[HFTensor] = []
     for rule in FORMATS[config.family]:
         for layer in range(config.num_layers) if "{}" in rule.module else (None,):
-            found += rule.tensors(layer, specs)
+            found += rule.tensors(layer, specs, config)
     lost = specs.keys() - {part for tensor in found for part in tensor.parts}
     if lost:
         raise CheckpointError(
@@ -210,7 +303,7 @@ def _from_hf(config: ModelConfig, tensors: Mapping[str, Tensor], source: str) ->
         raise CheckpointError(f"{source} holds {_some(whole)} as integers; give weights that are not quantised")
     weights: dict[str, Tensor] = {}
     for tensor in names:
-        weights |= tensor.split(found[tensor.name], specs)
+        tensor.split(found[tensor.name], specs, weights)
     return {name: weights[name] for name in specs}
 
 
@@ -313,7 +406,10 @@ def write_files(
     if source is not None and not source.is_dir():
         raise CheckpointError(f"tokenizer folder {source} does not exist; give the folder of tokenizer.json")
     folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(folder / WEIGHTS, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    specs = parameter_specs(config)
+    wide = {tensor.name for tensor in hf_names(config) if specs[tensor.parts[0]].buffer}  # a correction bias stays fp32
+    converted = {name: tensor.to(torch.float32 if name in wide else dtype) for name, tensor in tensors.items()}
+    write_safetensors(folder / WEIGHTS, converted)
     write_text(folder / "config.json", json.dumps(description, indent=2) + "\n")
     if source is not None and source.resolve() != folder.resolve():
         for name in TOKENIZER_FILES:

@@ -36,6 +36,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "sp": ("auto", "on", "off"),
 }
 
+OVERFLOW = ("drop", "reroute")
+"""What happens to a token's choice of an expert that is full: left out, or the next-best expert with room."""
+
 _LEAST_ONE = ("tp", "cp", "dp", "pp", "ep", "microbatches", "micro_batch", "virtual", "dp_replicate", "tp_overlap")
 
 
@@ -136,6 +139,11 @@ class Layout:
         return self.microbatches if self.zero >= 2 and self.accumulate == "reduce" else 1
 
     @property
+    def capacity(self) -> tuple[float, str] | None:
+        """Of each expert: the factor, and what happens to tokens above it (``drop``, ``reroute``); None without (dropless)."""
+        return _capacity(self.moe)
+
+    @property
     def sequence_parallel(self) -> bool:
         """``sp`` resolved: on when tp > 1 unless switched off."""
         return self.sp == "on" or (self.sp == "auto" and self.tp > 1)
@@ -169,7 +177,10 @@ class Layout:
         elif "," in self.schedule or not self.schedule.removeprefix("file:").strip():
             raise LayoutError(f"schedule={self.schedule} needs a path without commas after file:; rename the file")
         if self.moe != "dropless" and _capacity(self.moe) is None:
-            raise LayoutError(f"moe={self.moe} is not known; use dropless or a capacity above 0 such as capacity:1.25")
+            raise LayoutError(
+                f"moe={self.moe} is not known; use dropless or a capacity above 0 such as capacity:1.25, "
+                "capacity:1.25:drop or capacity:1.25:reroute"
+            )
         if not (isfinite(self.bucket_mb) and self.bucket_mb > 0):
             raise LayoutError(f"bucket_mb={self.bucket_mb} must be above 0 (MiB per gradient bucket; 25 is usual)")
         if not 0 <= self.offload_fraction <= 1:
@@ -257,14 +268,16 @@ def _either(numbers: list[int]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _capacity(text: str) -> float | None:
-    """The factor in ``capacity:FACTOR``; None when ``text`` is not that."""
-    kind, _, number = text.partition(":")
+def _capacity(text: str) -> tuple[float, str] | None:
+    """Factor and kind in ``capacity:FACTOR[:drop|reroute]``; None when ``text`` is not that."""
+    kind, _, rest = text.partition(":")
+    number, _, overflow = rest.partition(":")
     try:
         factor = float(number)
     except ValueError:
         return None
-    return factor if kind == "capacity" and isfinite(factor) and factor > 0 else None
+    known = kind == "capacity" and isfinite(factor) and factor > 0 and (overflow or "drop") in OVERFLOW
+    return (factor, overflow or "drop") if known and rest != f"{number}:" else None
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:

@@ -78,6 +78,24 @@ class OptimConfig(Section):
     """Share of the steps in which WSD decays."""
 
 
+class RouterConfig(Section):
+    """How routers train. The auxiliary loss's weight is the model's ``moe.aux_coefficient``."""
+
+    balance: Literal["microbatch", "sequence", "global"] = "microbatch"
+    """Over which tokens the auxiliary loss balances: each micro-batch (of all data-parallel ranks), each sequence, or
+    the whole global batch (as far as it has been seen when a micro-batch's backward begins)."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Weight of the mean squared log-sum-exp of the logits (ST-MoE, arXiv 2202.08906)."""
+    bias_rate: float = Field(default=0.001, ge=0)
+    """Change of the correction bias in a step, where the model has one (DeepSeek-V3); 0 keeps it."""
+    jitter: float = Field(default=0.0, ge=0, lt=1)
+    """Router inputs are multiplied by uniform noise in [1 - jitter, 1 + jitter]."""
+    dtype: Literal["fp32", "fp64"] = "fp32"
+    """Of logits and scores; fp64 in a model of fp64."""
+    drop_by: Literal["position", "probability"] = "position"
+    """Which tokens an expert over its capacity (``layout.moe``) keeps: the first, or those with the highest scores."""
+
+
 class TrainConfig(Section):
     steps: int = Field(default=100, ge=1)
     seed: int = Field(default=0, ge=0)
@@ -109,12 +127,13 @@ class TrainConfig(Section):
 
 
 class RunConfig(Section):
-    """One run: model, data, optimizer, training and layout."""
+    """One run: model, data, optimizer, training, routers and layout."""
 
     model: ModelConfig
     data: DataConfig
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    router: RouterConfig = RouterConfig()
     layout: Layout = Layout()
 
     @field_validator("model", mode="before")
@@ -210,7 +229,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
     table[name] = value
 
 
-_TABLES: dict[str, type[BaseModel]] = {"data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
+_TABLES: dict[str, type[BaseModel]] = {"data": DataConfig, "optim": OptimConfig, "train": TrainConfig, "router": RouterConfig}
 
 
 def _explain(error: ValidationError) -> str:

@@ -2,10 +2,11 @@
 
 A parameter has logical dims and one rules table maps them to mesh axes. Initialisation, slicing, ZeRO grouping,
 gradient reduction, checkpoint resharding, Hugging Face import and export and the memory model all read this
-table. Notation of shapes: V vocab, D dim, N query heads, K KV heads, H head dim, F ffn.
+table. Notation of shapes: V vocab, D dim, N query heads, K KV heads, H head dim, F ffn, E experts.
 
 Gradients are sums (decision 5): a parameter's gradient is summed over the axes that split the tokens where it is
-used, plus tp if it is used inside a tensor-parallel region, minus the axes that shard it.
+used, plus tp if it is used inside a tensor-parallel region, minus the axes that shard it. Experts see the ranks of a
+stage as (edp, ep): their tokens come from all of ``ep``, so they are summed over ``edp`` only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from math import prod
 
 from shardwright.core.buckets import Member
 from shardwright.core.layout import Layout
-from shardwright.core.model_config import ModelConfig
+from shardwright.core.model_config import MLAConfig, ModelConfig, MoEConfig
 from shardwright.errors import LayoutError, ModelConfigError
 
 RULES: Mapping[str, str | None] = {
@@ -24,9 +25,13 @@ RULES: Mapping[str, str | None] = {
     "heads": "tp",
     "kv_heads": "tp",
     "ffn": "tp",
+    "expert": "ep",
     "embed": None,
     "head_dim": None,
     "positions": None,
+    "latent": None,
+    "expert_ffn": None,
+    "router": None,
 }
 """Logical dim -> the mesh axis that shards it (None: kept whole)."""
 
@@ -43,6 +48,7 @@ class Spec:
 
     ``pieces`` counts the indivisible pieces of each dim (a head, a channel, a vocabulary row). ``in_tp_region``:
     used after f/gather and before g/scatter. ``unit``: the first unit that uses it (``embedding``, ``blocks.3``, ``head``).
+    ``buffer``: no gradient changes it and it is never below fp32 (a router's correction bias); it is in no bucket.
     """
 
     name: str
@@ -54,6 +60,7 @@ class Spec:
     init: str = "normal"
     std: float = 0.02
     in_tp_region: bool = False
+    buffer: bool = False
 
     @property
     def numel(self) -> int:
@@ -67,8 +74,7 @@ class Spec:
         """The part of the global tensor that a rank holds. Fewer KV heads than ranks: the pieces are replicated."""
         found = [slice(0, size) for size in self.shape]
         for axis, dim in self.shard_axes().items():
-            degree, index = getattr(layout, axis), coordinates[axis]
-            found[dim] = self._slice(dim, degree, index)
+            found[dim] = self._slice(dim, layout.grid.degree(axis), axis_index(layout, coordinates, axis))
         return tuple(found)
 
     def local_shape(self, layout: Layout, coordinates: Mapping[str, int]) -> tuple[int, ...]:
@@ -77,7 +83,7 @@ class Spec:
     def replicas(self, layout: Layout, axis: str) -> int:
         """How many ranks of ``axis`` hold the same slice (1: all slices are distinct, or the axis does not shard it)."""
         dim = self.shard_axes().get(axis)
-        degree: int = getattr(layout, axis)
+        degree = layout.grid.degree(axis)
         if dim is None or self.pieces[dim] >= degree or self.dims[dim] not in REPLICATED:
             return 1
         return degree // self.pieces[dim]
@@ -87,6 +93,8 @@ class Spec:
 
         Raises `LayoutError` where only some ranks of tp hold the same slice: the sum would be over groups inside tp.
         """
+        if "ep" in self.shard_axes():
+            return ("edp",)
         replicas = self.replicas(layout, "tp")
         if 1 < replicas < layout.tp:
             pieces = self.pieces[self.shard_axes()["tp"]]
@@ -115,12 +123,21 @@ class Spec:
         return slice(min(index * each, pieces) * width, min((index + 1) * each, pieces) * width)
 
 
+def axis_index(layout: Layout, coordinates: Mapping[str, int], axis: str) -> int:
+    """A rank's place on ``axis``; on ``ep`` and ``edp`` from its place in the stage, tp innermost, then cp, then dp."""
+    if axis not in ("ep", "edp"):
+        return coordinates[axis]
+    tp, cp, dp = (coordinates.get(name, 0) for name in ("tp", "cp", "dp"))
+    place = tp + layout.tp * (cp + layout.cp * dp)
+    return place % layout.ep if axis == "ep" else place // layout.ep
+
+
 def parameter_specs(config: ModelConfig) -> dict[str, Spec]:
-    """The table of a dense decoder, in order of use; a tied head has no entry of its own."""
-    if config.moe is not None or config.mla is not None:
+    """The table of a decoder, in order of use; a tied head has no entry of its own. Raises `ModelConfigError`."""
+    if config.attention_sinks or config.swiglu_limit is not None or (config.moe is not None and config.mlp_bias):
         raise ModelConfigError(
-            f"{config.name}: training of {'experts' if config.moe else 'latent attention'} is not built yet; "
-            "use a dense model (llama, qwen2, qwen3 or gpt2 family)"
+            f"{config.name}: attention sinks, the clamped SwiGLU and biases of experts (gpt_oss) can be planned but not run; "
+            "use another family"
         )
     specs = [*_embedding(config)]
     for layer in range(config.num_layers):
@@ -182,24 +199,87 @@ def _linear(
 
 
 def _block(config: ModelConfig, layer: int) -> Iterator[Spec]:
-    unit, std = f"blocks.{layer}", config.init_std
-    out_std = std / (2 * config.num_layers) ** 0.5  # residual outputs: GPT-2 (Radford et al. 2019, section 2.3)
+    unit = f"blocks.{layer}"
+    yield from _norm(config, f"{unit}.attention_norm", unit)
+    yield from _attention(config, unit) if config.mla is None else _latent_attention(config, config.mla, unit)
+    yield from _norm(config, f"{unit}.mlp_norm", unit)
+    if config.moe is not None and config.is_moe_layer(layer):
+        yield from _experts(config, config.moe, unit)
+    else:
+        yield from _mlp(config, f"{unit}.mlp", unit, config.ffn_dim)
+
+
+def _out_std(config: ModelConfig) -> float:
+    """Of what is added to the residual: GPT-2 (Radford et al. 2019, section 2.3)."""
+    return config.init_std / float((2 * config.num_layers) ** 0.5)
+
+
+def _attention(config: ModelConfig, unit: str) -> Iterator[Spec]:
+    std = config.init_std
     heads = ("heads", config.num_heads * config.head_dim, config.num_heads)
     kv_heads = ("kv_heads", config.num_kv_heads * config.head_dim, config.num_kv_heads)
-    embed, ffn = ("embed", config.dim, config.dim), ("ffn", config.ffn_dim, config.ffn_dim)
-    yield from _norm(config, f"{unit}.attention_norm", unit)
+    embed = ("embed", config.dim, config.dim)
     yield from _linear(f"{unit}.attention.q", unit, heads, embed, config.qkv_bias, std)
     yield from _linear(f"{unit}.attention.k", unit, kv_heads, embed, config.qkv_bias, std)
     yield from _linear(f"{unit}.attention.v", unit, kv_heads, embed, config.qkv_bias, std)
     if config.qk_norm:
         yield from _norm(config, f"{unit}.attention.q_norm", unit, config.head_dim, in_tp=True)
         yield from _norm(config, f"{unit}.attention.k_norm", unit, config.head_dim, in_tp=True)
-    yield from _linear(f"{unit}.attention.out", unit, embed, heads, config.out_bias, out_std)
-    yield from _norm(config, f"{unit}.mlp_norm", unit)
+    yield from _linear(f"{unit}.attention.out", unit, embed, heads, config.out_bias, _out_std(config))
+
+
+def _latent_attention(config: ModelConfig, mla: MLAConfig, unit: str) -> Iterator[Spec]:
+    """Latent attention. The projections to the latents are held whole and used inside the tensor-parallel region, on all
+    tokens; those from the latents to the heads are split by heads."""
+    name, std, num_heads = f"{unit}.attention", config.init_std, config.num_heads
+    embed = ("embed", config.dim, config.dim)
+    heads = ("heads", num_heads * config.head_dim, num_heads)
+    if mla.q_lora_rank is None:
+        yield from _linear(f"{name}.q", unit, heads, embed, False, std)
+    else:
+        latent = ("latent", mla.q_lora_rank, mla.q_lora_rank)
+        yield from _linear(f"{name}.q_down", unit, latent, embed, False, std)
+    rows = mla.kv_lora_rank + mla.rope_head_dim
+    yield from _linear(f"{name}.kv_down", unit, ("latent", rows, rows), embed, False, std)
+    if mla.q_lora_rank is not None:
+        yield from _norm(config, f"{name}.q_norm", unit, mla.q_lora_rank, in_tp=True)
+        latent = ("latent", mla.q_lora_rank, mla.q_lora_rank)
+        yield from _linear(f"{name}.q_up", unit, heads, latent, False, std)
+    latent = ("latent", mla.kv_lora_rank, mla.kv_lora_rank)
+    yield from _norm(config, f"{name}.kv_norm", unit, mla.kv_lora_rank, in_tp=True)
+    width = num_heads * (mla.nope_head_dim + mla.v_head_dim)
+    yield from _linear(f"{name}.kv_up", unit, ("heads", width, num_heads), latent, False, std)
+    values = ("heads", num_heads * mla.v_head_dim, num_heads)
+    yield from _linear(f"{name}.out", unit, embed, values, False, _out_std(config))
+
+
+def _mlp(config: ModelConfig, name: str, unit: str, width: int) -> Iterator[Spec]:
+    embed, ffn = ("embed", config.dim, config.dim), ("ffn", width, width)
     if config.activation == "swiglu":
-        yield from _linear(f"{unit}.mlp.gate", unit, ffn, embed, config.mlp_bias, std)
-    yield from _linear(f"{unit}.mlp.up", unit, ffn, embed, config.mlp_bias, std)
-    yield from _linear(f"{unit}.mlp.down", unit, embed, ffn, config.mlp_bias, out_std)
+        yield from _linear(f"{name}.gate", unit, ffn, embed, config.mlp_bias, config.init_std)
+    yield from _linear(f"{name}.up", unit, ffn, embed, config.mlp_bias, config.init_std)
+    yield from _linear(f"{name}.down", unit, embed, ffn, config.mlp_bias, _out_std(config))
+
+
+def _experts(config: ModelConfig, moe: MoEConfig, unit: str) -> Iterator[Spec]:
+    """Router and its gate on own tokens outside the tensor-parallel region; routed experts stacked, gate rows before up rows."""
+    name, std, count, dim = f"{unit}.moe", config.init_std, moe.num_experts, config.dim
+    yield Spec(f"{name}.router.weight", (count, dim), ("router", "embed"), (count, dim), unit, decay=True, std=std)
+    if moe.router_bias:
+        yield Spec(f"{name}.router.bias", (count,), ("router",), (count,), unit, decay=False, init="zeros")
+    if moe.bias_correction:
+        yield Spec(
+            f"{name}.router.correction", (count,), ("router",), (count,), unit, decay=False, init="zeros", buffer=True
+        )
+    inward, width = (2 if config.activation == "swiglu" else 1) * moe.expert_dim, moe.expert_dim
+    shapes = (("up", (count, inward, dim), ("expert", "expert_ffn", "embed"), std),
+              ("down", (count, dim, width), ("expert", "embed", "expert_ffn"), _out_std(config)))  # fmt: skip
+    for part, shape, dims, part_std in shapes:
+        yield Spec(f"{name}.experts.{part}.weight", shape, dims, shape, unit, decay=True, std=part_std)
+    if moe.shared_dim:
+        yield from _mlp(config, f"{name}.shared", unit, moe.shared_dim)
+    if moe.shared_gate:
+        yield Spec(f"{name}.shared_gate.weight", (1, dim), ("router", "embed"), (1, dim), unit, decay=True, std=std)
 
 
 def _head(config: ModelConfig) -> Iterator[Spec]:
@@ -226,7 +306,7 @@ def held_specs(config: ModelConfig, units: Sequence[str]) -> dict[str, Spec]:
 def bucket_members(
     config: ModelConfig, layout: Layout, coordinates: Mapping[str, int], units: Sequence[str] | None = None
 ) -> list[Member]:
-    """The parameters of ``units`` (all by default) as one rank holds them.
+    """The parameters of ``units`` (all by default) as one rank holds them, without buffers, which no gradient changes.
 
     A tied weight is used by both ends. Where these lie on different pipeline ranks, each has a copy, and the copies'
     gradients are summed over the axis ``tied``.
@@ -234,13 +314,15 @@ def bucket_members(
     held = set(unit_names(config) if units is None else units)
     members = []
     for spec in held_specs(config, tuple(held)).values():
+        if spec.buffer:
+            continue
         tied = config.tied_head and spec.name == TIED
         used_by = tuple(unit for unit in ((spec.unit, "head") if tied else (spec.unit,)) if unit in held)
-        reduce_axes = tuple(axis for axis in spec.reduce_axes(layout) if getattr(layout, axis) > 1)
+        reduce_axes = tuple(axis for axis in spec.reduce_axes(layout) if layout.grid.degree(axis) > 1)
         if tied and len(used_by) == 1:
             reduce_axes = (*reduce_axes, "tied")
         shard_axes = tuple(
-            axis for axis in spec.shard_axes() if getattr(layout, axis) > 1 and spec.replicas(layout, axis) == 1
+            axis for axis in spec.shard_axes() if layout.grid.degree(axis) > 1 and spec.replicas(layout, axis) == 1
         )
         shape = spec.local_shape(layout, coordinates)
         copy = tied and spec.unit not in held

@@ -58,9 +58,8 @@ def cache_for(model: Transformer, max_tokens: int) -> CachedAttend:
     """An empty cache with room for ``max_tokens`` tokens of the model, on its device and in its dtype."""
     config, weight = model.config, next(model.parameters())
     windows = [config.layer_window(layer) for layer in range(config.num_layers)]
-    return CachedAttend(
-        config.num_layers, max_tokens, config.num_kv_heads, config.head_dim, weight.dtype, weight.device, windows
-    )
+    width = config.head_dim if config.mla is None else max(config.head_dim, config.mla.v_head_dim)
+    return CachedAttend(config.num_layers, max_tokens, config.num_kv_heads, width, weight.dtype, weight.device, windows)
 
 
 class _CachedReader:

@@ -22,8 +22,10 @@ class ParameterTable:
 
     def make(self, name: str) -> nn.Parameter:
         """The parameter ``name``, of this rank's shape."""
-        shape = self.specs[name].local_shape(self._mesh.layout, self._mesh.coordinates)
-        return nn.Parameter(torch.empty(shape, dtype=self._dtype, device=self._device))
+        spec = self.specs[name]
+        shape = spec.local_shape(self._mesh.layout, self._mesh.coordinates)
+        dtype = torch.promote_types(self._dtype, torch.float32) if spec.buffer else self._dtype
+        return nn.Parameter(torch.empty(shape, dtype=dtype, device=self._device), requires_grad=not spec.buffer)
 
     def maybe(self, name: str) -> nn.Parameter | None:
         """The parameter ``name`` if this model has it."""

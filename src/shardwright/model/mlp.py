@@ -15,11 +15,11 @@ from shardwright.parallel.tensor import column_linear, row_linear
 
 
 class MLP(nn.Module):
-    """x (T, D) -> (T, D); with sequence parallelism both are the rank's T/tp rows."""
+    """x (T, D) -> (T, D); with sequence parallelism both are the rank's T/tp rows. ``name``: of a shared expert."""
 
-    def __init__(self, config: ModelConfig, layer: int, table: ParameterTable) -> None:
+    def __init__(self, config: ModelConfig, layer: int, table: ParameterTable, name: str = "") -> None:
         super().__init__()
-        name = f"blocks.{layer}.mlp"
+        name = name or f"blocks.{layer}.mlp"
         self.gate = Linear(f"{name}.gate", table) if config.activation == "swiglu" else None
         self.up = Linear(f"{name}.up", table)
         self.down = Linear(f"{name}.down", table)

@@ -13,16 +13,23 @@ from torch import Tensor, nn
 
 from shardwright.comm.mesh import Mesh
 from shardwright.core.model_config import ModelConfig
+from shardwright.core.run_config import RouterConfig
 from shardwright.core.specs import TIED, unit_names
 from shardwright.model.attention import Attention
 from shardwright.model.context import Context
 from shardwright.model.init import ParameterTable, initialise
 from shardwright.model.layers import Norm
 from shardwright.model.loss import head_loss
+from shardwright.model.mla import LatentAttention
 from shardwright.model.mlp import MLP
+from shardwright.model.moe import MoE
+from shardwright.model.router import Routed
 from shardwright.ops.attention import Attend
+from shardwright.ops.capacity import Limit
 from shardwright.ops.linear import embedding
 from shardwright.ops.rope import rotation
+from shardwright.ops.routing import Exchange, LocalExchange
+from shardwright.parallel.expert import make_exchange, make_sums
 from shardwright.parallel.tensor import Region, column_linear, vocab_embedding
 
 
@@ -51,19 +58,23 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """x (T, D) -> (T, D): attention and MLP, each normed before and added to the residual."""
+    """x (T, D) -> (T, D): attention and MLP or experts, each normed before and added to the residual."""
 
     def __init__(self, config: ModelConfig, layer: int, table: ParameterTable) -> None:
         super().__init__()
         self.layer = layer
         self.attention_norm = Norm(f"blocks.{layer}.attention_norm", config, table)
-        self.attention = Attention(config, layer, table)
+        latent = config.mla is not None
+        self.attention = LatentAttention(config, layer, table) if latent else Attention(config, layer, table)
         self.mlp_norm = Norm(f"blocks.{layer}.mlp_norm", config, table)
-        self.mlp = MLP(config, layer, table)
+        self.mlp = None if config.is_moe_layer(layer) else MLP(config, layer, table)
+        self.moe = MoE(config, layer, table) if config.is_moe_layer(layer) else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = x + context.drop(self.attention(self.attention_norm(x), context), self.layer, site=1)
-        return x + context.drop(self.mlp(self.mlp_norm(x), context), self.layer, site=2)
+        feed_forward = self.moe if self.mlp is None else self.mlp
+        assert feed_forward is not None
+        return x + context.drop(feed_forward(self.mlp_norm(x), context), self.layer, site=2)
 
 
 class Head(nn.Module):
@@ -103,6 +114,8 @@ class Transformer(nn.Module):
         names = unit_names(config)
         held = names if units is None else tuple(name for name in names if name in units)
         self.region = Region(mesh.tp, mesh.layout.sequence_parallel, mesh.layout.tp_overlap)
+        self.exchange: Exchange = make_exchange(mesh, config.moe.num_experts) if config.moe is not None else LocalExchange()
+        self.sums = make_sums(mesh)
         table = ParameterTable(config, mesh, dtype, torch.device(device))
         self.specs = table.specs
         self._units: dict[str, nn.Module] = {}
@@ -152,13 +165,21 @@ class Transformer(nn.Module):
         step: int = 0,
         recompute: str = "none",
         loss_chunk: int = 0,
+        router: RouterConfig | None = None,
+        sequence: Tensor | None = None,
+        place: Tensor | None = None,
+        num_sequences: int = 1,
+        padded: bool = False,
+        limit: Limit | None = None,
+        routed: list[Routed] | None = None,
     ) -> Context:
         """The context of one call: adds the rotation of ``positions`` and the model's dropout rate."""
         turned = rotation(self.config, positions, self.dtype) if self.config.position == "rope" else None
         rate = self.config.dropout
         return Context(
-            tokens, positions, attend, turned, self.region, targets, token_index, rate, seed, step, recompute, loss_chunk
-        )
+            tokens, positions, attend, turned, self.region, targets, token_index, rate, seed, step, recompute, loss_chunk,
+            self.exchange, self.sums, router or RouterConfig(), sequence, place, num_sequences, padded, limit, routed,
+        )  # fmt: skip
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, targets: Tensor | None = None) -> Tensor:
         """tokens and positions (T,) -> logits (T, V), or the summed loss over valid ``targets`` (T,). No dropout."""

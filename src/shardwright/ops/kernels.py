@@ -66,6 +66,15 @@ def dropout(x: Tensor, rate: float, token_index: Tensor, key: int, first_feature
     return x * keep / (1.0 - rate)
 
 
+def jitter(x: Tensor, width: float, token_index: Tensor, key: int) -> Tensor:
+    """x (T, D) times uniform noise in [1 - width, 1 + width], a function of (key, token, feature) as in :func:`dropout`."""
+    features = torch.arange(x.shape[1], device=x.device)
+    rows = _mixed(token_index + key)
+    bits = _mixed(rows.unsqueeze(1) + features * 0x632BE59BD9B4E019) & ((1 << 53) - 1)
+    noise = bits.to(torch.float64).mul_(2.0 * width / (1 << 53)).add_(1.0 - width)
+    return x * noise.to(x.dtype)
+
+
 def dropout_key(seed: int, step: int, layer: int, site: int) -> int:
     """One 62-bit key for each place that drops, each step: splits the counter space of :func:`dropout`."""
     value = seed & ((1 << 62) - 1)

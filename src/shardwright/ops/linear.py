@@ -108,6 +108,32 @@ def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] 
     return _FusedLinear.apply(x, len(weights), *weights, *biases)  # type: ignore[no-any-return]
 
 
+class _WideLinear(torch.autograd.Function):
+    """y = x W^T + b computed in ``dtype`` whatever the dtype of x and W; dW is written as wide as it was computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameters, ctx.dtype = (weight, bias), dtype
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        own, bias = ctx.parameters
+        dx = (dy @ weight.to(ctx.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        (d_weight,) = weight_gradients([own], [ctx.needs_input_grad[1]], dy, x.to(ctx.dtype))
+        d_bias = None if bias is None else bias_gradients([bias], [ctx.needs_input_grad[2]], dy)[0]
+        return dx, None if d_weight is None else d_weight.to(weight.dtype), d_bias, None
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: str) -> Tensor:
+    """x (T, I), weight (O, I), bias (O) -> (T, O) in ``dtype`` ("fp32" or "fp64"), or in fp64 where x is."""
+    wide = torch.float64 if dtype == "fp64" or x.dtype == torch.float64 else torch.float32
+    return _WideLinear.apply(x, weight, bias, wide)  # type: ignore[no-any-return]
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor, first_row: int | None) -> Tensor:

@@ -19,8 +19,8 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """The H/2 angular frequencies in fp64 and the factor on cos and sin (1 but for YaRN)."""
-    size = config.head_dim
+    """The H/2 angular frequencies in fp64 and the factor on cos and sin (1 but for YaRN); H is what is rotated of a head."""
+    size = _rotated(config)
     exponents = torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size
     frequencies = config.rope_theta**-exponents
     scaling = config.rope_scaling
@@ -31,6 +31,21 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling), 1.0
     return _yarn(frequencies, scaling, config)
+
+
+def _rotated(config: ModelConfig) -> int:
+    return config.head_dim if config.mla is None else config.mla.rope_head_dim
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """What latent attention's scores are multiplied by beside 1 / sqrt(H), padding of heads included: with YaRN and
+    ``mscale_all_dim`` the square of its scale, as DeepSeek-V2 and V3 do."""
+    scaling, mla = config.rope_scaling, config.mla
+    assert mla is not None
+    padded = math.sqrt(max(config.head_dim, mla.v_head_dim) / config.head_dim)
+    if scaling is None or not scaling.mscale_all_dim:
+        return padded
+    return padded * math.pow(_yarn_scale(scaling.factor, scaling.mscale_all_dim), 2)
 
 
 def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotation:
@@ -56,7 +71,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023, section 3.2 and 3.4): a ramp by dim between divided and kept frequencies."""
-    size, original = config.head_dim, scaling.original_max_positions or config.max_positions
+    size, original = _rotated(config), scaling.original_max_positions or config.max_positions
 
     def dim_of(turns: float) -> float:
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))

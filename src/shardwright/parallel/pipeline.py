@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +67,24 @@ class Resident:
         """Nothing to free."""
 
 
+class SideLosses(Protocol):
+    """What units add to the loss beside what they hand on (routers' losses): outputs that get their gradients in the
+    unit's own backward."""
+
+    def forward_done(self, unit: str, m: int, microbatch: Any, *, again: bool) -> None: ...
+    def side_losses(self, unit: str, m: int) -> tuple[list[Tensor], list[Tensor]]: ...
+
+
+class NoSideLosses:
+    """Units whose output is all that there is."""
+
+    def forward_done(self, unit: str, m: int, microbatch: Any, *, again: bool) -> None:
+        """Nothing to collect."""
+
+    def side_losses(self, unit: str, m: int) -> tuple[list[Tensor], list[Tensor]]:
+        return [], []
+
+
 @dataclass
 class Stage:
     """One stage: its units by name, in order, and the features of what it takes and hands on."""
@@ -108,8 +126,9 @@ class Executor:
         token_shards: int = 1,
         reduce_each: bool = False,
         weights: Weights | None = None,
+        sides: SideLosses | None = None,
     ) -> None:
-        self.weights = weights or Resident()
+        self.weights, self.sides = weights or Resident(), sides or NoSideLosses()
         self.token_shards, self.reduce_each = token_shards, reduce_each
         self.schedule, self.stages, self.pp, self.reducer, self.recorder = schedule, stages, pp, reducer, recorder
         self.recompute, self.dtype = recompute, dtype
@@ -189,6 +208,7 @@ class Executor:
                 x = x.requires_grad_(x.is_floating_point())
                 y = unit(x, microbatch)
                 flight.outputs.append(y)
+            self.sides.forward_done(name, m, microbatch, again=False)
             self.weights.release(name)
             flight.inputs.append(x)
             x = y
@@ -210,11 +230,13 @@ class Executor:
                 x = x.requires_grad_(x.is_floating_point())
                 with self.recorder.phase("recompute"):
                     y = unit(x, self._microbatches[m])
+                self.sides.forward_done(name, m, self._microbatches[m], again=True)
             else:
                 y = flight.outputs.pop()
+            outputs, gradients = self.sides.side_losses(name, m)
             if y.requires_grad:  # not so for an embedding whose parameters are all frozen
-                torch.autograd.backward(y, gradient.to(y.dtype))
-            del y
+                torch.autograd.backward([y, *outputs], [gradient.to(y.dtype), *gradients])
+            del y, outputs
             self.weights.release(name)
             if x.grad is not None:
                 gradient, x.grad = x.grad, None

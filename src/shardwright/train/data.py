@@ -232,10 +232,11 @@ class MicroBatch:
     tokens: torch.Tensor  # (T,) int64
     targets: torch.Tensor  # (T,) int64, IGNORE where there is none
     positions: torch.Tensor  # (T,) int64, restart at each document segment
-    token_index: torch.Tensor  # (T,) int64, sample * seq_len + place: the same number in every layout
+    token_index: torch.Tensor  # (T,) int64, sample * seq_len + place: the same number in every layout; -1: padding
     lengths: tuple[int, ...]  # document segments, sum T
     num_valid: int  # targets that count, known on the host
     samples: tuple[int, ...]
+    padding: int = 0  # tokens at the end that are no data: the last segment
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on ``device``; from pinned memory the copies do not block the host."""
@@ -259,8 +260,9 @@ class MicroBatch:
             tokens=grown(self.tokens, 0),
             targets=grown(self.targets, IGNORE),
             positions=grown(self.positions, 0),
-            token_index=grown(self.token_index, 0),
+            token_index=grown(self.token_index, -1),
             lengths=(*self.lengths, extra),
+            padding=extra,
         )
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:

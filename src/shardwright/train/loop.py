@@ -412,7 +412,9 @@ class Run:
         """Full logical tensors, the same on every rank of a tp group; every rank must call."""
         trainer, specs, device = self.trainer, self.trainer.model.specs, self.trainer.device
         frozen = tuple(self.config.train.freeze)
-        trained = [name for name in specs if not (frozen and name.startswith(frozen))]
+        trained = [
+            name for name, spec in specs.items() if not spec.buffer and not (frozen and name.startswith(frozen))
+        ]
         weights = trainer.named_parameters()
         optimizer = trainer.optimizer.named_state()
         return CheckpointState(

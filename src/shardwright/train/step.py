@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,11 @@ from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import bucket_members, parameter_specs, unit_names
 from shardwright.core.stages import split_units
 from shardwright.errors import ConfigError, LayoutError, NonFiniteError
+from shardwright.model.balance import Balance, Balancer
 from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
 from shardwright.ops.attention import CausalAttend
+from shardwright.ops.capacity import Limit
 from shardwright.parallel.data import GradientBuckets
 from shardwright.parallel.flat import FlatParameters
 from shardwright.parallel.gather import UnitGatherer
@@ -54,6 +57,8 @@ class StepResult:
     """Compute time of each rank before it waits for its peers."""
     exposed_tail: float
     ledger: Ledger
+    balance: Balance | None = None
+    """What the routers did, where the model has experts; its ``aux_loss`` is not part of ``loss``."""
 
     @property
     def slowest_rank(self) -> int:
@@ -76,6 +81,7 @@ def check_supported(config: RunConfig) -> None:
                 f"train with dp, tp, pp, zero, microbatches and recompute, and leave {name} out"
             )
     _check_zero(config)
+    _check_experts(config)
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
     if config.train.compile and layout.tp > 1:
@@ -91,6 +97,23 @@ def check_supported(config: RunConfig) -> None:
             )
     for spec in parameter_specs(config.model).values():
         spec.reduce_axes(layout)  # refuses KV heads that only some ranks of tp share
+
+
+def _check_experts(config: RunConfig) -> None:
+    layout, moe = config.layout, config.model.moe
+    if moe is None:
+        if layout.capacity is not None:
+            raise LayoutError(f"moe={layout.moe} needs a model with experts; {config.model.name} has none: leave moe out")
+        return
+    if moe.top_k == 1 and moe.normalise_top_k:
+        raise LayoutError(
+            "moe.top_k=1 with moe.normalise_top_k=true weighs every expert with 1, so the loss gives its router no gradient; "
+            "set normalise_top_k=false, or top_k=2"
+        )
+    if config.train.compile:
+        raise LayoutError(
+            "train.compile=true with experts: how many rows each gets is known only as it runs; leave compile out"
+        )
 
 
 def _check_zero(config: RunConfig) -> None:
@@ -151,6 +174,7 @@ class Trainer:
         self.optimizer = FlatOptimizer(config.optim, self.buckets.buckets)
         if config.train.compile:
             self.model.compile_blocks()
+        self.balancer = self._balancer()
         self.gatherer = self._gatherer(unit_uses(schedule, mesh.coordinates["pp"], stages)) if by_unit else None
         modules = self.model.units()
         self.executor = Executor(
@@ -164,10 +188,18 @@ class Trainer:
             token_shards=self.layout.tp if self.layout.sequence_parallel else 1,
             reduce_each=self.layout.num_reductions > 1,
             weights=self.gatherer,
+            sides=self.balancer,
         )
         self.stop_requested = False
         self.on_gradients: Callable[[Trainer], None] | None = None
         """Called when the gradients of a step are reduced and not yet clipped (verification)."""
+
+    def _balancer(self) -> Balancer | None:
+        if self.config.model.moe is None:
+            return None
+        biases = {int(spec.unit.removeprefix("blocks.")): self.parameters[name]
+                  for name, spec in self.model.specs.items() if spec.buffer and name in self.parameters}  # fmt: skip
+        return Balancer(self.config.model, self.config.router, self.model.sums, biases, self.device)
 
     def _gatherer(self, uses: Sequence[Use]) -> UnitGatherer:
         buckets: list[FlatParameters] = [*self.buckets.buckets, *self.frozen]
@@ -179,6 +211,7 @@ class Trainer:
         """What the model is told about one micro-batch, on this rank's device."""
         if self.layout.sequence_parallel:
             batch = batch.padded(self.layout.tp)
+        experts = self._for_experts(batch, training) if self.balancer is not None else {}
         batch = batch.to(self.device)
         windows = [self.config.model.layer_window(layer) for layer in range(self.config.model.num_layers)]
         return self.model.context(
@@ -191,7 +224,20 @@ class Trainer:
             step=step,
             recompute=self.layout.recompute if training else "none",
             loss_chunk=self.config.train.loss_chunk,
+            **experts,
         )
+
+    def _for_experts(self, batch: MicroBatch, training: bool) -> dict[str, Any]:
+        """What routers are told: which sequence each token belongs to, where it stands in it, and what they may do."""
+        return {
+            "router": self.config.router,
+            "sequence": sequence_numbers(batch, self.config.data.seq_len).to(self.device, non_blocking=True),
+            "place": batch.token_index.to(self.device, non_blocking=True),
+            "num_sequences": max(len(batch.samples), 1),
+            "padded": batch.padding > 0 or not batch.samples,
+            "limit": Limit.of(self.layout.capacity, self.config.router.drop_by),
+            "routed": [] if training else None,
+        }
 
     def step(self, batches: Sequence[MicroBatch], step: int) -> StepResult:
         """One optimizer step (0-based) on this rank's micro-batches."""
@@ -212,6 +258,7 @@ class Trainer:
             clip(self.buckets, norm, self.config.optim.clip)
             with self.mesh.recorder.phase("update"):
                 self.optimizer.step(lr)
+        balance = self._balance(update=finite)
         loss, every_busy = self._gather_metrics(loss_sum, busy)
         ledger = self.mesh.recorder.take()
         ledger.buckets, ledger.memory = timings, self.memory() | self.peak_memory()
@@ -226,6 +273,7 @@ class Trainer:
             every_busy,
             ledger.exposed_tail,
             ledger,
+            balance,
         )
         if not finite and self.config.train.on_nonfinite == "stop":
             raise NonFiniteError(
@@ -237,6 +285,9 @@ class Trainer:
     def gradients(self, batches: Sequence[MicroBatch], step: int, tokens: int) -> Tensor:
         """Run the executor over the micro-batches and start every reduction; returns the rank's summed loss."""
         self.buckets.begin()
+        if self.balancer is not None:
+            own = sum(len(batch.tokens) for batch in batches)  # not padded yet, nor cut over cp
+            self.balancer.begin(own * self.layout.dp)
         contexts = [self.context(batch, step) for batch in batches]
         wide = torch.float64 if self.layout.precision == "fp64" else torch.float32
         scale = torch.full((), 1.0 / max(tokens, 1), dtype=wide, device=self.device)
@@ -300,6 +351,16 @@ class Trainer:
             tokens, stops = _read_all(self.mesh.world.all_reduce(counts, name="tokens"))
         return int(tokens), stops > 0
 
+    def _balance(self, *, update: bool) -> Balance | None:
+        """Sum what the routers did over all ranks; moves the correction biases if the step counts."""
+        if self.balancer is None:
+            return None
+        with self.mesh.recorder.phase("metrics"):
+            report = self.mesh.world.all_reduce(self.balancer.report(), name="routers")
+        if update:
+            self.balancer.update_bias(report)
+        return self.balancer.balance(_read_all(report))
+
     def _gather_metrics(self, loss_sum: Tensor, busy: float) -> tuple[float, tuple[float, ...]]:
         """The summed loss of the whole batch and every rank's busy seconds; the same on all ranks."""
         mine = torch.stack([loss_sum.double(), torch.full_like(loss_sum, busy, dtype=torch.float64)])
@@ -316,6 +377,17 @@ def _check_frozen(patterns: Sequence[str], names: Iterable[str]) -> None:
             raise ConfigError(
                 f"train.freeze={pattern!r} matches no parameter; names look like blocks.0.attention.q.weight"
             )
+
+
+def sequence_numbers(batch: MicroBatch, seq_len: int) -> Tensor:
+    """Which of the micro-batch's sequences each token belongs to (T,), -1 for padding."""
+    if batch.token_index.is_meta:
+        return torch.zeros_like(batch.token_index)
+    if not batch.samples:
+        return torch.full_like(batch.token_index, -1)
+    samples = torch.tensor(batch.samples, dtype=torch.int64)
+    number = torch.searchsorted(samples, batch.token_index.clamp(min=0) // seq_len)
+    return torch.where(batch.token_index < 0, -1, number)
 
 
 def _read(value: Tensor) -> float:
