@@ -208,13 +208,13 @@ def test_what_is_gathered_is_a_unit_and_what_is_prefetched(folder: str, traces: 
     sizes["head"] = sizes["embedding"] + 32 * 4
     for label, units in (("3, no prefetch", ["head"]), ("3", ["block", "head"]), ("3, kept", [*sizes, "block"])):
         for trace in traces[label]:
-            memory = trace.ledgers[-1].memory
-            assert memory["gathered"] == sum(sizes[unit] for unit in units), label
+            memory, peak = trace.ledgers[-1].memory, trace.ledgers[-1].peak
+            assert peak["gathered"] == sum(sizes[unit] for unit in units), label
             assert memory["gradients"] == memory["parameters"] == sum((*sizes.values(), sizes["block"])) / 2
-    assert traces["3"][0].ledgers[-1].memory["gradient_buffers"] == sizes["head"] + 2 * sizes["block"]
+    assert traces["3"][0].ledgers[-1].peak["buffers"] == sizes["head"] + 2 * sizes["block"]
     whole = sum((*sizes.values(), sizes["block"]))
-    assert traces["3, deferred"][0].ledgers[-1].memory["gradient_buffers"] == whole
-    assert traces["1"][0].ledgers[-1].memory["gradient_buffers"] == 0
+    assert traces["3, deferred"][0].ledgers[-1].peak["buffers"] == whole
+    assert traces["1"][0].ledgers[-1].peak["buffers"] == 0
 
 
 # ------------------------------------------------------------------------------------------ stages beside one another
@@ -346,7 +346,7 @@ def momentum_example(env: RankEnv, given: dict[str, Any], stages: list[str]) -> 
         found[stage] = {
             "grad_shard": bucket.gradients.tolist(),
             "momentum_after": toy.optimizer.state["momentum"][0].tolist(),
-            "params_after": bucket.own_parameters.tolist(),
+            "params_after": bucket.own_parts[0].tolist(),
             "next_gather": toy.buckets.named("parameters")["w"].tolist(),
         }
     return found

@@ -40,6 +40,11 @@ class Recorder:
             self.ledger.moved_bytes[axis] = self.ledger.moved_bytes.get(axis, 0) + now - self._seen[axis]
             self._seen[axis] = now
 
+    @property
+    def current(self) -> str:
+        """The phase that the step is in."""
+        return self._phase
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Entries made inside are booked under this phase."""

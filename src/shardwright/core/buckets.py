@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 Group = tuple[tuple[str, ...], tuple[str, ...], bool]
@@ -55,6 +56,11 @@ class BucketPlan:
     @property
     def units(self) -> frozenset[str]:
         return frozenset(unit for member in self.members for unit in member.units)
+
+    @cached_property
+    def unit_names(self) -> tuple[str, ...]:
+        """The units in the order in which their parameters lie."""
+        return tuple(dict.fromkeys(unit for member in self.members for unit in member.units))
 
     @property
     def gather_name(self) -> str:

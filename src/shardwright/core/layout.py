@@ -24,7 +24,7 @@ V_SHAPED = ("zb_v", "dualpipe_v")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
 CHOICES: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
-    "reshard": ("always", "after_backward"),
+    "reshard": ("auto", "always", "after_backward"),
     "offload": ("none", "optimizer", "params"),
     "cp_kind": ("ring", "allgather", "ulysses"),
     "accumulate": ("defer", "reduce"),
@@ -63,7 +63,7 @@ class Layout:
     virtual: int = 1
     sp: str = "auto"
     recompute: str = "none"
-    reshard: str = "always"
+    reshard: str = "auto"
     dp_replicate: int = 1
     offload: str = "none"
     offload_fraction: float = 1.0
@@ -142,6 +142,18 @@ class Layout:
     def capacity(self) -> tuple[float, str] | None:
         """Of each expert: the factor, and what happens to tokens above it (``drop``, ``reroute``); None without (dropless)."""
         return _capacity(self.moe)
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """``reshard`` resolved: whether ZeRO-3 keeps parameters gathered from forward to backward.
+
+        On by default with a pipeline: units are needed by several micro-batches at once, so one gather serves a step.
+        """
+        return self.reshard == "after_backward" or (self.reshard == "auto" and self.pp > 1)
+
+    def hosted(self, width: int) -> int:
+        """Of ``width`` elements of a rank's optimizer state (``offload=params``: of its shard) those in host memory."""
+        return 0 if self.offload == "none" else round(self.offload_fraction * width)
 
     @property
     def sequence_parallel(self) -> bool:

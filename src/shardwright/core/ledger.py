@@ -11,6 +11,7 @@ broadcast             (N-1)/N B     (mean over the ranks of a pipelined ring)
 all_to_all            bytes for other ranks (what stays local moves no bytes)
 send                  B             (recv sends nothing)
 barrier               0
+copy_out, copy_in     B             (between device and host memory: axis ``host``)
 ====================  ==============================================
 
 Elements that do not divide by N are counted as if padded to N equal pieces, as a ring must.
@@ -76,18 +77,41 @@ class BucketTiming:
 
 
 @dataclass
+class StorageWindow:
+    """Bytes of one class that were held for a while: gathered parameters (until they are freed) or a buffer.
+
+    ``tensor`` is the name that its messages have, ``units`` whose parameters are in it, ``phase`` where it was made.
+    ``start`` and ``end`` are seconds from the start of the step.
+    """
+
+    kind: str
+    tensor: str
+    units: tuple[str, ...]
+    phase: str
+    bytes: int
+    start: float
+    end: float
+
+
+@dataclass
 class Ledger:
     """Entries of one step (or a sum over steps), with memory by class in bytes and the buckets' timings.
 
     ``moved_bytes``: what the rank has really read and written in memory for the verbs of each axis, where the transport
     tells (shared memory). Entries have what the strategy sends, whatever carries it. Axes with the same ranks share a
     transport and are counted under the first of them.
+
+    ``memory`` is what stays between steps, ``peak`` the most that a class had at any time of the step: of parameters,
+    gradients and optimizer state the same, of gathered parameters and buffers what their ``windows`` add up to. Classes in
+    host memory (offload) begin with ``host``.
     """
 
     entries: dict[tuple[str, str, str, str], LedgerEntry] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     buckets: list[BucketTiming] = field(default_factory=list)
     moved_bytes: dict[str, int] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+    windows: list[StorageWindow] = field(default_factory=list)
 
     def add(
         self,
@@ -149,6 +173,8 @@ class Ledger:
                 for entry in self.sorted_entries()
             ],
             "memory": dict(self.memory),
+            "peak_memory": dict(self.peak),
+            "windows": [asdict(window) for window in self.windows],
             "buckets": [asdict(bucket) for bucket in self.buckets],
             "total_bytes": self.total_bytes,
             "moved_bytes": dict(self.moved_bytes),
@@ -157,7 +183,7 @@ class Ledger:
 
     @classmethod
     def merged(cls, ledgers: Iterable[Ledger]) -> Ledger:
-        """The sum of several ledgers (several steps); memory is the maximum, buckets follow one another."""
+        """The sum of several ledgers (several steps); memory is the maximum, buckets and windows follow one another."""
         total = cls()
         for ledger in ledgers:
             for e in ledger.entries.values():
@@ -165,8 +191,10 @@ class Ledger:
                     *e.key, e.bytes, count=e.count, seconds=e.seconds, exposed_seconds=e.exposed_seconds, link=e.link
                 )
             total.buckets += ledger.buckets
-            for name, value in ledger.memory.items():
-                total.memory[name] = max(total.memory.get(name, 0), value)
             for axis, moved in ledger.moved_bytes.items():
                 total.moved_bytes[axis] = total.moved_bytes.get(axis, 0) + moved
+            total.windows += ledger.windows
+            for mine, theirs in ((total.memory, ledger.memory), (total.peak, ledger.peak)):
+                for name, value in theirs.items():
+                    mine[name] = max(mine.get(name, 0), value)
         return total

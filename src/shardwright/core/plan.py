@@ -31,7 +31,10 @@ class Margin:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Peak bytes of one GPU of pipeline rank ``stage``, by class. ``parts`` splits classes further, for reports."""
+    """Peak bytes of one GPU of pipeline rank ``stage``, by class. ``parts`` splits classes further, for reports.
+
+    ``host``: bytes of host memory by class, where state is offloaded; no part of ``total``.
+    """
 
     stage: int
     parameters: int
@@ -40,6 +43,7 @@ class StageMemory:
     activations: int
     buffers: int
     parts: Mapping[str, int] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -52,8 +56,8 @@ class StageMemory:
 
     def to_json(self, capacity: int) -> dict[str, Any]:
         values = asdict(self)
-        parts = values.pop("parts")
-        return {**values, "total": self.total, "capacity": capacity, "parts": dict(parts)}
+        parts, host = values.pop("parts"), values.pop("host")
+        return {**values, "total": self.total, "capacity": capacity, "parts": dict(parts), "host": dict(host)}
 
 
 @dataclass(frozen=True)

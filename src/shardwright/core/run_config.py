@@ -74,6 +74,8 @@ class OptimConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end of the decay, as a share of ``lr``."""
+    delay_after: int = Field(default=40, ge=0)
+    """Steps before the layout's ``delayed_update`` begins: early updates are too large to be a step late."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """Share of the steps in which WSD decays."""
 

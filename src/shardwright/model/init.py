@@ -14,18 +14,22 @@ from shardwright.core.specs import Spec, parameter_specs
 
 
 class ParameterTable:
-    """Makes the local part of each parameter of the spec table, uninitialised."""
+    """Makes the local part of each parameter of the spec table, uninitialised; ``hollow``: of its shape, without memory."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype, device: torch.device, *, hollow: bool = False
+    ) -> None:
         self.specs = parameter_specs(config)
-        self._mesh, self._dtype, self._device = mesh, dtype, device
+        self._mesh, self._dtype, self._device, self._hollow = mesh, dtype, device, hollow
 
     def make(self, name: str) -> nn.Parameter:
         """The parameter ``name``, of this rank's shape."""
         spec = self.specs[name]
         shape = spec.local_shape(self._mesh.layout, self._mesh.coordinates)
         dtype = torch.promote_types(self._dtype, torch.float32) if spec.buffer else self._dtype
-        return nn.Parameter(torch.empty(shape, dtype=dtype, device=self._device), requires_grad=not spec.buffer)
+        hollow = self._hollow and not spec.buffer
+        made = torch.empty(() if hollow else shape, dtype=dtype, device=self._device)
+        return nn.Parameter(made.expand(shape) if hollow else made, requires_grad=not spec.buffer)
 
     def maybe(self, name: str) -> nn.Parameter | None:
         """The parameter ``name`` if this model has it."""

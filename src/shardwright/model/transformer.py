@@ -98,7 +98,7 @@ class Transformer(nn.Module):
 
     ``units``: names of the units that this pipeline rank holds, all by default; the head of a tied model then holds a
     copy of the embedding's table. ``device`` of meta makes shapes only (dry run). Values are filled by :meth:`initialise`
-    or a checkpoint.
+    or a checkpoint. ``hollow``: parameters have shapes and no memory; who gives them theirs fills it (:meth:`first_value`).
     """
 
     def __init__(
@@ -108,6 +108,8 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         units: Sequence[str] | None = None,
+        *,
+        hollow: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.mesh, self.dtype = config, mesh, dtype
@@ -116,8 +118,9 @@ class Transformer(nn.Module):
         self.region = Region(mesh.tp, mesh.layout.sequence_parallel, mesh.layout.tp_overlap)
         self.exchange: Exchange = make_exchange(mesh, config.moe.num_experts) if config.moe is not None else LocalExchange()
         self.sums = make_sums(mesh)
-        table = ParameterTable(config, mesh, dtype, torch.device(device))
+        table = ParameterTable(config, mesh, dtype, torch.device(device), hollow=hollow)
         self.specs = table.specs
+        self._hollow = hollow
         self._units: dict[str, nn.Module] = {}
         self.embedding = Embedding(config, table) if "embedding" in held else None
         table_only = self.embedding is None and config.tied_head and "head" in held
@@ -145,9 +148,15 @@ class Transformer(nn.Module):
         return {name: found[name] for name in self.specs if name in found}
 
     def initialise(self, seed: int) -> Transformer:
-        """Fill every parameter from the seed and its name; returns self."""
-        initialise(self.spec_parameters().items(), self.specs, self.mesh, seed)
+        """Fill every parameter that has memory, from the seed and its name; returns self."""
+        named = self.spec_parameters().items()
+        filled = [(name, value) for name, value in named if not self._hollow or self.specs[name].buffer]
+        initialise(filled, self.specs, self.mesh, seed)
         return self
+
+    def first_value(self, name: str, view: Tensor, seed: int) -> None:
+        """Fill ``view`` (this rank's shape) with what :meth:`initialise` gives the parameter ``name``."""
+        initialise([(name, view)], self.specs, self.mesh, seed)
 
     def units(self) -> dict[str, nn.Module]:
         """The held units by name, in order of use."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,12 @@ from shardwright.comm.mesh import Mesh
 from shardwright.comm.solo import SoloComm
 from shardwright.core.buckets import BucketPlan
 from shardwright.core.layout import Layout
-from shardwright.core.ledger import BucketTiming
+from shardwright.core.ledger import BucketTiming, StorageWindow
 from shardwright.errors import ConfigError
 from shardwright.ops.gradients import GradQueue, GradSlot, set_slot
 from shardwright.parallel.flat import FlatParameters
 from shardwright.parallel.hooks import CommHook, ShardHook, check_shards
+from shardwright.parallel.storage import Storage
 
 MOST_IN_FLIGHT = 2
 """Temporary gradient buffers that may be on their way at once; before one more is sent, the first is waited for."""
@@ -43,7 +44,7 @@ MOST_IN_FLIGHT = 2
 
 @dataclass
 class FlatRange:
-    """A contiguous range of one bucket (or of this rank's shard) with one decay rule: what the optimizer works on."""
+    """A contiguous range of one piece of a shard with one decay rule: what the optimizer works on."""
 
     name: str
     part: slice
@@ -52,26 +53,36 @@ class FlatRange:
     decay: bool
 
 
-class Meter:
-    """Bytes of temporary buffers: now, and the most at any time."""
+@dataclass
+class Piece:
+    """The range ``part`` of this rank's shard, whose master, gradients and optimizer state are in one place.
 
-    def __init__(self) -> None:
-        self.now, self.peak = 0, 0
+    ``own``: its parameters in the compute dtype. ``master`` is the same memory where dtype and place are the same.
+    ``outstanding``: the gradients of the step before, which an update that runs meanwhile reads (``delayed_update``).
+    """
 
-    def add(self, num_bytes: int) -> None:
-        self.now += num_bytes
-        self.peak = max(self.peak, self.now)
+    part: slice
+    hosted: bool
+    own: Tensor
+    master: Tensor
+    gradients: Tensor
+    outstanding: Tensor | None = None
+
+    @property
+    def separate(self) -> bool:
+        return self.master is not self.own
 
 
 class Bucket(FlatParameters):
     """Flat parameters, their master copy and their flat gradients.
 
-    ``master``: fp32 (fp64 for fp64), the same memory as the parameters when the compute dtype is that already.
-    ``gradients``: the master's dtype. Not ``wide``: all in the compute dtype. ``comms`` are the axes to sum over.
+    Master and gradients are fp32 (fp64 for fp64). Not ``wide``: all in the compute dtype. ``comms`` are the axes to sum
+    over. Both are kept in ``pieces``: one, or with offload one in host memory and one (``offload_fraction`` below 1) on the
+    device, in the order of the shard.
 
-    With ``zero`` >= 1 ``master`` and ``gradients`` are this rank's shard. ``whole`` is the buffer that gradients are
-    written to: ``gradients`` itself (stage 0), a buffer of which it is a part (1), or one that is there from the first
-    gradient of a step to the end of its reduction only (2, 3).
+    With ``zero`` >= 1 the pieces are this rank's shard. ``whole`` is the buffer that gradients are written to: ``gradients``
+    itself (stage 0), a buffer of which it is a part (1), or one that is there from the first gradient of a step to the end
+    of its reduction only (2, 3). ``gradients`` is what the device keeps of them between.
     """
 
     def __init__(
@@ -83,18 +94,39 @@ class Bucket(FlatParameters):
         *,
         zero: int = 0,
         wide: bool = True,
+        storage: Storage | None = None,
+        write: Callable[[str, Tensor], None] | None = None,
     ) -> None:
-        super().__init__(plan, parameters, shard, zero=zero, mover=None if zero or not comms else comms[0])
+        mover = None if zero or not comms else comms[0]
+        super().__init__(plan, parameters, shard, zero=zero, mover=mover, storage=storage, write=write)
         self.comms = list(comms)
-        own = self.own_parameters
-        self.dtype = own.dtype if not wide or own.dtype == torch.float64 else torch.float32
-        self.has_master = own.dtype != self.dtype
-        self.master = own.to(self.dtype) if self.has_master else own
+        own = self.parameters.dtype
+        self.dtype = own if not wide or own == torch.float64 else torch.float32
+        self.has_master = own != self.dtype
+        self.hosted = self.storage.layout.hosted(self.width)
         if zero <= 1:
             self.whole: Tensor | None = self.new_gradients()
             self.gradients = self.whole[self.own]
         else:
-            self.whole, self.gradients = None, self._empty(own.numel(), self.dtype)
+            self.whole, self.gradients = None, self._empty(self.width - self.hosted, self.dtype)
+        cuts = [slice(0, self.hosted), slice(self.hosted, self.width)]
+        self.pieces = [self._piece(part) for part in cuts if part.stop > part.start] or [self._piece(slice(0, 0))]
+
+    def _piece(self, part: slice) -> Piece:
+        own, size = self.own_range(part), part.stop - part.start
+        if part.stop > self.hosted or not size:
+            whole = self.zero <= 1 or not self.hosted
+            gradients = self.gradients[part] if whole else self.gradients
+            return Piece(part, False, own, own.to(self.dtype) if self.has_master else own, gradients)
+        master = own
+        if self.has_master or not self.storage.hosts_parameters:
+            master = self._host(size)
+            master.copy_(own)
+        delayed = self.storage.layout.delayed_update
+        return Piece(part, True, own, master, self._host(size), self._host(size) if delayed else None)
+
+    def _host(self, size: int) -> Tensor:
+        return self.storage.host_empty(size, self.dtype, self.device)
 
     def new_gradients(self) -> Tensor:
         """A flat gradient buffer of the whole bucket: uninitialised, zero behind the last parameter."""
@@ -102,35 +134,67 @@ class Bucket(FlatParameters):
         whole[self.plan.numel :].zero_()
         return whole
 
-    def ranges(self) -> list[FlatRange]:
-        """The decayed and the undecayed range of what this rank updates, without empty ones."""
-        cut, end, first = self.plan.num_decayed, self.plan.numel, self.own.start
+    def ranges(self, piece: Piece) -> list[FlatRange]:
+        """The decayed and the undecayed range of a piece of what this rank updates, without empty ones."""
+        cut, end, first = self.plan.num_decayed, self.plan.numel, self.own.start + piece.part.start
+        gradients = piece.gradients if piece.outstanding is None else piece.outstanding
         found = []
         for kind, low, high, decay in (("decayed", 0, cut, True), ("plain", cut, end, False)):
-            part = slice(max(low, first) - first, min(high, self.own.stop) - first)
+            part = slice(max(low, first) - first, min(high, self.own.start + piece.part.stop) - first)
             if part.stop > part.start:
                 name = f"{self.name}.{kind}"
-                found.append(FlatRange(name, part, self.master[part], self.gradients[part], decay))
+                found.append(FlatRange(name, part, piece.master[part], gradients[part], decay))
         return found
+
+    # -- gradients that are kept as shards -----------------------------------------------------------------
+
+    def keep(self, shard: Tensor, *, add: bool) -> None:
+        """Reduced gradients of this rank's shard (on the device) to where they are kept, or added to what is there."""
+        for piece in self.pieces:
+            part = shard[piece.part]
+            if piece.hosted:
+                self.storage.copy_out(piece.gradients, part, self.name, add=add)
+            elif add:
+                piece.gradients.add_(part)
+            elif piece.gradients.data_ptr() != part.data_ptr():
+                piece.gradients.copy_(part)
+
+    def kept(self) -> Tensor:
+        """This rank's shard of the reduced gradients on the device; :meth:`keep` puts it back if it is a copy."""
+        if not self.hosted:
+            return self.gradients
+        shard = self._empty(self.width, self.dtype)
+        for piece in self.pieces:
+            if piece.hosted:
+                self.storage.copy_in(shard[piece.part], piece.gradients, self.name)
+            else:
+                shard[piece.part].copy_(piece.gradients)
+        return shard
 
     def publish(self) -> Work:
         """Start to hand the updated master to the compute parameters of every rank."""
-        own = self.own_parameters
-        if self.has_master:
-            own.copy_(self.master)
+        for piece in self.pieces:
+            if piece.hosted and not self.storage.hosts_parameters:
+                self.storage.copy_in(piece.own, piece.master, self.plan.gather_name)
+            elif piece.separate:
+                piece.own.copy_(piece.master)
         if self.zero not in (1, 2):
             return Work()
-        return self.shard.all_gather_start(self.parameters, own, name=self.plan.gather_name)
+        return self.shard.all_gather_start(self.parameters, self.parameters[self.own], name=self.plan.gather_name)
+
+    # -- the whole, for checkpoints and comparisons --------------------------------------------------------
 
     def named(self, kind: str = "parameters") -> dict[str, Tensor]:
         """Whole tensors by name; ``kind`` is ``gradients``, ``master`` or ``parameters``."""
-        return super().named("parameters" if kind == "master" and not self.has_master else kind)
+        if kind == "parameters" or (kind == "master" and not self.has_master):
+            return super().named()
+        return dict(self.views(self.gathered([getattr(piece, kind) for piece in self.pieces])))
 
     def fill_parameters(self, write: Callable[[str, Tensor], None]) -> None:
         """New values for the parameters, and for the master in its own precision."""
         super().fill_parameters(write)
-        if self.has_master:
-            self.fill(self.master, write)
+        if any(piece.separate for piece in self.pieces):
+            self.fill([piece.master for piece in self.pieces], write)
 
 
 def _fingerprint(tensor: Tensor) -> int:
@@ -142,13 +206,17 @@ def _fingerprint(tensor: Tensor) -> int:
 
 @dataclass
 class Launch:
-    """One reduction of one bucket that was started. ``part``: its shard, to be added to the sum of earlier ones."""
+    """One reduction of one bucket that was started. ``part``: its shard, on its way to where the sum is kept; ``buffer``:
+    what it was made from. ``windows`` are theirs, ``add``: whether something is there already that it is added to.
+    """
 
     index: int
     work: Work
     launch: float
     part: Tensor | None = None
     buffer: Tensor | None = None
+    add: bool = False
+    windows: list[StorageWindow] = field(default_factory=list)
     end: float = 0.0
     waited: float = 0.0
     done: bool = False
@@ -159,7 +227,8 @@ class GradientBuckets:
 
     ``direct``: parameters get a :class:`GradSlot` and `ops` write gradients in place. Otherwise ``parameter.grad`` is the
     bucket's view and autograd accumulates into it (compiled blocks, modules of the user's own). ``layout`` says what is
-    sharded (its ``zero``); nothing without one.
+    sharded (its ``zero``) and offloaded; nothing without one. ``write(name, view)`` gives the parameters their first
+    values, where the module's have no memory of their own yet.
     """
 
     def __init__(
@@ -172,6 +241,7 @@ class GradientBuckets:
         direct: bool = True,
         wide: bool = True,
         layout: Layout | None = None,
+        write: Callable[[str, Tensor], None] | None = None,
     ) -> None:
         layout = layout or Layout()
         self.mesh, self.hook, self.queue, self.direct, self.zero = mesh, hook, GradQueue(), direct, layout.zero
@@ -179,19 +249,26 @@ class GradientBuckets:
         if not self.whole_gradients:
             check_shards(hook)
         assert direct or self.zero <= 1, "autograd accumulates into gradients that stay"
-        self.temporary = Meter()
-        """Of whole gradient buffers that do not stay."""
-        self.buckets = [self._make(plan, parameters, wide) for plan in plans]
+        self.storage = Storage(mesh.recorder, layout)
+        self._buffer_windows: dict[int, StorageWindow] = {}
+        self.buckets = [self._make(plan, parameters, wide, write) for plan in plans]
         self._slots: list[list[GradSlot]] = []
         for index, bucket in enumerate(self.buckets):
             self._slots.append(self._attach(index, bucket, parameters))
         self.begin()
 
-    def _make(self, plan: BucketPlan, parameters: Mapping[str, nn.Parameter], wide: bool) -> Bucket:
+    def _make(
+        self,
+        plan: BucketPlan,
+        parameters: Mapping[str, nn.Parameter],
+        wide: bool,
+        write: Callable[[str, Tensor], None] | None,
+    ) -> Bucket:
         mesh, axes = self.mesh, plan.reduce_axes
         comms = mesh.reduce_comms(axes) if self.whole_gradients else mesh.shard_reduce_comms(axes)
         shard = mesh.dp_shard if self.zero else SoloComm("dp_shard", mesh.rank)
-        return Bucket(plan, parameters, comms, shard, zero=self.zero, wide=wide)
+        storage = self.storage
+        return Bucket(plan, parameters, comms, shard, zero=self.zero, wide=wide, storage=storage, write=write)
 
     def _attach(self, index: int, bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> list[GradSlot]:
         if bucket.whole is None:
@@ -214,7 +291,7 @@ class GradientBuckets:
         """Give a bucket the buffer that its gradients of this step are written to."""
         bucket = self.buckets[index]
         bucket.whole = bucket.new_gradients()
-        self.temporary.add(bucket.whole.nbytes)
+        self._buffer_windows[index] = self.storage.open("buffers", bucket.name, bucket.plan, bucket.whole.nbytes)
         for slot, (_, view) in zip(self._slots[index], bucket.views(bucket.whole), strict=True):
             slot.view = view
 
@@ -222,6 +299,7 @@ class GradientBuckets:
 
     def begin(self) -> None:
         """Forget the last step's gradients and expect new ones."""
+        self.storage.begin()
         for bucket, slots in zip(self.buckets, self._slots, strict=True):
             for slot in slots:
                 slot.written = not self.direct
@@ -281,7 +359,13 @@ class GradientBuckets:
         for index, bucket in enumerate(self.buckets):
             if bucket.comms:
                 before = self._now()
-                self.hook.start(bucket.gradients, bucket.comms, bucket.name).wait()
+                shard = bucket.kept() if self.zero >= 2 else bucket.gradients
+                copied = bucket.hosted * (self.zero >= 2)
+                window = self.storage.open("buffers", bucket.name, bucket.plan, shard.nbytes if copied else 0)
+                self.hook.start(shard, bucket.comms, bucket.name).wait()
+                if bucket.hosted:
+                    bucket.keep(shard, add=False)
+                self.storage.close(window)
                 last[index].end = self._now()
                 last[index].waited += last[index].end - before
 
@@ -322,26 +406,33 @@ class GradientBuckets:
         assert isinstance(hook, ShardHook)
         while self.zero >= 2 and len(self._in_flight) >= MOST_IN_FLIGHT:
             self.wait_for(self._in_flight.popleft())
-        part = torch.empty_like(bucket.gradients) if self._num_launched[index] else None
+        add = self._num_launched[index] > 0
+        apart = self.zero >= 2 and (add or bucket.hosted > 0)
+        part = torch.empty(bucket.width, dtype=bucket.dtype, device=bucket.device) if apart else None
         target = bucket.gradients if part is None else part
-        launch = Launch(index, hook.scatter(whole, target, bucket.shard, bucket.name), launched, part)
+        launch = Launch(index, hook.scatter(whole, target, bucket.shard, bucket.name), launched, part, add=add)
+        if part is not None:
+            launch.windows.append(self.storage.open("buffers", bucket.name, bucket.plan, part.nbytes))
         if self.zero >= 2:
             launch.buffer, bucket.whole = whole, None
+            launch.windows.append(self._buffer_windows.pop(index))
             for slot in self._slots[index]:
                 slot.view, slot.written = None, False
             self._in_flight.append(launch)
         return launch
 
     def wait_for(self, launch: Launch) -> None:
-        """Return when a reduction is done; its shard is added to what was reduced before, its buffer is free."""
+        """Return when a reduction is done: its shard is where gradients are kept (added to earlier ones), its buffer free."""
         if launch.done:
             return
-        before = self._now()
+        before, bucket = self._now(), self.buckets[launch.index]
         launch.work.wait()
         if launch.part is not None:
-            self.buckets[launch.index].gradients.add_(launch.part)
-        if launch.buffer is not None:
-            self.temporary.add(-launch.buffer.nbytes)
+            bucket.keep(launch.part, add=launch.add)
+        elif bucket.hosted and (self.whole_gradients or not bucket.comms):
+            bucket.keep(bucket.gradients, add=False)
+        for window in launch.windows:
+            self.storage.close(window)
         launch.part, launch.buffer, launch.done = None, None, True
         now = self._now()
         launch.end, launch.waited = min(launch.end or now, now), now - before
@@ -365,11 +456,18 @@ class GradientBuckets:
                 found |= bucket.named(kind)
         return found
 
-    @property
-    def reduced(self) -> list[Tensor]:
-        """Each bucket's reduced gradients as this rank has them: whole, or its shard."""
-        whole = self.whole_gradients
-        return [bucket.whole if whole and bucket.whole is not None else bucket.gradients for bucket in self.buckets]
+    def reduced(self, bucket: Bucket) -> list[Tensor]:
+        """A bucket's reduced gradients as this rank has them: whole, or the pieces of its shard."""
+        if self.whole_gradients and bucket.whole is not None:
+            return [bucket.whole]
+        return [piece.gradients for piece in bucket.pieces]
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients that this rank has, wherever they are."""
+        for bucket in self.buckets:
+            copies = [piece.gradients for piece in bucket.pieces if piece.hosted]
+            for gradients in self.reduced(bucket) + (copies if self.whole_gradients else []):
+                gradients.mul_(factor)
 
     def check_replicas(self) -> None:
         """Refuse to start when ranks that must hold equal parameters do not; names the parameter."""
@@ -387,11 +485,17 @@ class GradientBuckets:
                     )
 
     def memory(self) -> dict[str, int]:
-        """Persistent bytes by class."""
-        buckets = self.buckets
-        kept = [bucket.whole if self.zero <= 1 and bucket.whole is not None else bucket.gradients for bucket in buckets]
-        return {
-            "parameters": sum(bucket.parameters.nbytes for bucket in buckets),
-            "gradients": sum(gradients.nbytes for gradients in kept),
-            "master": sum(bucket.master.nbytes for bucket in buckets if bucket.has_master),
-        }
+        """Persistent bytes by class; ``master`` are those that are not parameters. Of host memory, with ``host`` before."""
+        found = dict.fromkeys(("parameters", "gradients", "master"), 0)
+        hosted = {f"host {kind}": 0 for kind in found}
+        for bucket in self.buckets:
+            found["parameters"] += bucket.parameters.nbytes
+            hosted["host parameters"] += bucket.on_host.nbytes
+            kept = bucket.whole if self.zero <= 1 and bucket.whole is not None else bucket.gradients
+            found["gradients"] += kept.nbytes
+            for piece in bucket.pieces:
+                masters = hosted if piece.hosted else found
+                masters["host master" if piece.hosted else "master"] += piece.master.nbytes * piece.separate
+                if piece.hosted:
+                    hosted["host gradients"] += piece.gradients.nbytes * (1 if piece.outstanding is None else 2)
+        return found | hosted

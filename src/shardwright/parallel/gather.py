@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwright.comm.record import Recorder
-from shardwright.parallel.data import Meter
 from shardwright.parallel.flat import FlatParameters
 from shardwright.schedule.gathers import Use
 
@@ -29,8 +28,6 @@ class UnitGatherer:
         self, buckets: Sequence[FlatParameters], uses: Sequence[Use], prefetch: int, recorder: Recorder
     ) -> None:
         self.buckets, self.uses, self.prefetch, self.recorder = buckets, uses, prefetch, recorder
-        self.gathered = Meter()
-        """Of parameters that are whole for a while."""
         self._place: int | None = None
 
     def begin(self) -> None:
@@ -78,8 +75,8 @@ class UnitGatherer:
     def _start(self, index: int) -> None:
         bucket = self.buckets[index]
         if bucket.full is None:
-            self.gathered.add(bucket.start_gather())
+            bucket.start_gather()
 
     def _free(self, groups: Sequence[int]) -> None:
         for index in groups:
-            self.gathered.add(-self.buckets[index].free())
+            self.buckets[index].free()

@@ -73,7 +73,8 @@ def predict_step(
     buckets = gradient_buckets(model, layout, frozen, rank)
     for bucket in buckets:
         bucket_traffic(ledger, layout, bucket)
-    if layout.zero == 3 and layout.num_shards > 1:
+        offload_traffic(ledger, layout, bucket)
+    if layout.zero == 3:
         gather_traffic(ledger, model, layout, [*buckets, *frozen_buckets(model, layout, frozen, rank)], rank)
     if layout.num_shards > 1 and not layout.whole_gradients:
         sent = ring_bytes("all_reduce", 2, wide, layout.num_shards)
@@ -111,6 +112,26 @@ def bucket_traffic(ledger: Ledger, layout: Layout, bucket: BucketPlan) -> None:
         ledger.add("update", "all_gather", "dp_shard", bucket.gather_name, sent)
 
 
+def offload_traffic(ledger: Ledger, layout: Layout, bucket: BucketPlan) -> None:
+    """Add one step's copies between device and host memory of one bucket (Ren et al. 2021, section 4).
+
+    Reduced gradients of the hosted part of a shard go out, after every reduction; from ZeRO-2 on they come back once more
+    where shards are summed over further axes. Updated parameters come back in the compute dtype, unless they are read from
+    the host at each gather (``offload=params``).
+    """
+    wide = 8 if layout.precision == "fp64" else 4
+    hosted = layout.hosted(bucket.padded(layout.num_shards) // layout.num_shards)
+    if not hosted:
+        return
+    again = layout.zero >= 2 and bool(_shard_reductions(layout, bucket.reduce_axes))
+    times = layout.num_reductions + again
+    ledger.add("reduce", "copy_out", "host", bucket.name, hosted * wide * times, count=times)
+    if again:
+        ledger.add("reduce", "copy_in", "host", bucket.name, hosted * wide)
+    if layout.offload == "optimizer":
+        ledger.add("update", "copy_in", "host", bucket.gather_name, hosted * ACTIVATION_BYTES[layout.precision])
+
+
 def gather_traffic(
     ledger: Ledger, model: ModelConfig, layout: Layout, buckets: Sequence[BucketPlan], rank: int
 ) -> None:
@@ -126,7 +147,12 @@ def gather_traffic(
         for bucket in (buckets[index] for index in use.gather):
             padded = bucket.padded(layout.num_shards)
             sent = ring_bytes("all_gather", padded, ACTIVATION_BYTES[layout.precision], layout.num_shards)
-            ledger.add(use.phase, "all_gather", "dp_shard", bucket.gather_name, sent)
+            if layout.num_shards > 1:
+                ledger.add(use.phase, "all_gather", "dp_shard", bucket.gather_name, sent)
+            hosted = layout.hosted(padded // layout.num_shards) if layout.offload == "params" else 0
+            if hosted:
+                copied = hosted * ACTIVATION_BYTES[layout.precision]
+                ledger.add(use.phase, "copy_in", "host", bucket.gather_name, copied)
 
 
 def pipeline_traffic(ledger: Ledger, model: ModelConfig, layout: Layout, seq_len: int, rank: int) -> None:

@@ -31,6 +31,7 @@ from shardwright.core.layout import Layout
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.plan import StageMemory
 from shardwright.errors import ConfigError
+from shardwright.plan.buffers import by_size, by_unit, gathered_peak, reduction_peak
 from shardwright.plan.compute import ACTIVATION_BYTES, LayerKind, Shape
 from shardwright.plan.stack import Stack
 from shardwright.plan.stages import Parameters, ParameterTable, RankUnits, chunks_per_rank
@@ -84,26 +85,42 @@ def shard_ranks(layout: Layout) -> tuple[int, int]:
 def state_bytes(layout: Layout, held: Parameters, stack: Stack) -> dict[str, float]:
     """Parameters, gradients and optimizer state of a rank whose slice has ``held`` parameters before ZeRO divides them.
 
-    Gradients of several micro-batches whose reduction is deferred (``accumulate=defer``) are whole until the last one.
-    What is offloaded is not counted.
+    From stage 2 on gradients are shards here, and what is whole for a while is a buffer. What is offloaded is not counted
+    (:func:`host_bytes`): where gradients are sharded, those of offloaded parameters neither.
     """
-    deferred = layout.accumulate == "defer" and layout.microbatches > 1
     param = PARAMETER_BYTES.get(layout.precision, 2)
     grad, optimizer = gradient_bytes(layout, stack), optimizer_bytes(layout.precision)
     dense_ranks, expert_ranks = shard_ranks(layout)
     total = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for count, ranks in ((held.dense, dense_ranks), (held.experts, expert_ranks)):
-        shares = list(bytes_per_parameter(layout.zero, ranks, param, grad, optimizer))
-        if deferred:
-            shares[1] = grad
+        shares = bytes_per_parameter(layout.zero, ranks, param, grad, optimizer)
         for name, share in zip(total, shares, strict=True):
             total[name] += count * share
     if layout.offload != "none":
         total["optimizer"] *= 1 - layout.offload_fraction
+        total["gradients"] *= 1 - layout.offload_fraction * (layout.zero >= 2)
     if layout.offload == "params":
         total["parameters"] *= 1 - layout.offload_fraction
-        total["gradients"] *= 1 - layout.offload_fraction
     return total
+
+
+def host_bytes(layout: Layout, held: Parameters) -> dict[str, float]:
+    """Bytes of host memory that offload takes, by class, of a rank whose slice has ``held`` parameters before ZeRO.
+
+    Masters of parameters that stay on the device are held beside the moments, whatever their dtype; gradients are held
+    once, or twice where an update runs beside the step.
+    """
+    if layout.offload == "none":
+        return {}
+    param, wide = PARAMETER_BYTES.get(layout.precision, 2), 8 if layout.precision == "fp64" else 4
+    dense_ranks, expert_ranks = shard_ranks(layout) if layout.zero else (1, 1)
+    owned = layout.offload_fraction * (held.dense / dense_ranks + held.experts / expert_ranks)
+    apart = param == wide and layout.offload == "optimizer"
+    found = {
+        "gradients": owned * wide * (1 + layout.delayed_update),
+        "optimizer": owned * (optimizer_bytes(layout.precision) + wide * apart),
+    }
+    return ({"parameters": owned * param} if layout.offload == "params" else {}) | found
 
 
 # -- activations -----------------------------------------------------------------------------------
@@ -205,6 +222,7 @@ class MemoryModel:
             activations=ceil(sum(activations.values())),
             buffers=ceil(sum(buffers.values())),
             parts={name: ceil(size) for name, size in (activations | buffers).items() if size},
+            host={name: ceil(size) for name, size in host_bytes(layout, held).items()},
         )
 
     def _activations(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> dict[str, float]:
@@ -231,21 +249,7 @@ class MemoryModel:
         """Gathered units, buckets on their way, gathered tokens, key and value blocks, stage boundaries."""
         model = self.model
         size = ACTIVATION_BYTES.get(layout.precision, 2)
-        param, grad = PARAMETER_BYTES.get(layout.precision, 2), gradient_bytes(layout, self.stack)
-        found: dict[str, float] = {}
-        largest = self._largest_unit(layout, units)
-        if layout.zero == 3:
-            at_once = 1 + layout.prefetch if layout.reshard == "always" else 0
-            if layout.reshard == "after_backward":
-                found["parameters kept gathered"] = param * self.table.of_rank(units, layout.tp, layout.ep).total
-            found["gathered units"] = param * largest * at_once
-            found["gradient of a unit"] = (param + grad) * largest
-        elif layout.zero == 2:
-            found["buckets"] = min(2 * layout.bucket_mb * 2**20, grad * largest * 2) + grad * largest
-        elif layout.dp * layout.cp > 1:
-            found["buckets"] = min(layout.bucket_mb * 2**20, grad * largest) if layout.zero == 0 else 0.0
-        if layout.offload == "params":
-            found["units from the host"] = 2 * (param + grad) * largest
+        found = self._sharding_buffers(layout, units) if layout.zero >= 2 and units.num_units else {}
         tokens = shape.tokens
         if shape.split > 1:
             found["gathered tokens"] = 2 * size * tokens * model.dim
@@ -256,12 +260,35 @@ class MemoryModel:
             found["stage boundaries"] = 4 * size * tokens * model.dim / shape.split
         return found
 
-    def _largest_unit(self, layout: Layout, units: RankUnits) -> int:
-        """Parameters of the biggest unit; experts count with the rank's own."""
-        tp, ep = layout.tp, layout.ep
-        sizes = [self.table.layer(kind, tp, ep).total for kind, _ in units.layers]
-        if units.embedding:
-            sizes.append(self.table.embedding(tp).total)
-        if units.head:
-            sizes.append(self.table.head(tp, with_embedding=units.embedding).total)
-        return max(sizes, default=0)
+    def _sharding_buffers(self, layout: Layout, units: RankUnits) -> dict[str, float]:
+        """Gathered parameters (stage 3) and gradients on their way to the shards (stages 2 and 3)."""
+        param, grad = PARAMETER_BYTES.get(layout.precision, 2), gradient_bytes(layout, self.stack)
+        parts, count = self.table.parts(units, layout), units.num_units
+        shards = shard_ranks(layout)[0]
+        groups = by_unit(parts) if layout.zero == 3 else by_size(parts, int(layout.bucket_mb * 2**20 / 4))
+        beside: list[float] = []
+        found: dict[str, float] = {}
+        if layout.zero == 3:
+            ahead = layout.prefetch
+            if layout.keeps_gathered:
+                found["parameters kept gathered"] = param * sum(group.size for group in groups)
+            else:
+                around = layout.num_stages > layout.pp
+                found["gathered units"] = param * gathered_peak(groups, count, ahead, around=around)
+            if layout.offload == "params":  # a shard is on the device while it is gathered
+                at = [sum(group.size for group in groups if place in group.places) for place in range(count)]
+                arriving = [sum(at[max(0, place - max(1, ahead)) : place]) for place in range(count)]
+                ratio = param / grad / shards
+                found["shards from the host"] = param / shards * max(arriving)
+                beside = [size * ratio * (not layout.keeps_gathered) for size in arriving]
+        peak = reduction_peak(
+            groups,
+            count,
+            shards,
+            deferred=layout.accumulate == "defer" and layout.microbatches > 1,
+            parts=layout.offload != "none" and layout.offload_fraction > 0,
+            passes=min(2, layout.num_reductions),
+            beside=beside,
+        )
+        found["gradient buffers"] = max(0.0, grad * peak - found.get("shards from the host", 0.0))
+        return found

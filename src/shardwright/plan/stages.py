@@ -8,7 +8,8 @@ from functools import lru_cache
 from shardwright.core import stages as core_stages
 from shardwright.core.layout import V_SHAPED, Layout
 from shardwright.core.model_config import ModelConfig
-from shardwright.core.specs import parameter_specs
+from shardwright.core.specs import bucket_members, parameter_specs
+from shardwright.plan.buffers import Part
 from shardwright.plan.compute import LayerKind
 
 
@@ -119,6 +120,29 @@ class ParameterTable:
         one = (inward + 1) * model.dim * moe.expert_dim
         one += inward * moe.expert_dim + model.dim if model.mlp_bias else 0
         return Parameters(dense, one * (moe.num_experts // ep))
+
+    def parts(self, units: RankUnits, layout: Layout) -> list[list[Part]]:
+        """Parameters of each of a rank's units, in order of use (layers of one kind together), by who reduces them."""
+        layers = {kind: self._layer_parts(kind, layout) for kind, _ in units.layers}
+        found = [self._dense_parts("embedding", layout, units)] if units.embedding else []
+        for kind, count in units.layers:
+            found += [layers[kind]] * count
+        return [*found, self._dense_parts("head", layout, units)] if units.head else found
+
+    def _layer_parts(self, kind: LayerKind, layout: Layout) -> list[Part]:
+        if not kind.moe and self.model.mla is None and not self.model.attention_sinks:
+            return self._dense_parts("blocks.0", layout, RankUnits((), False, False))
+        held = self.layer(kind, layout.tp, layout.ep)
+        return [Part("dense", held.dense), *([Part("experts", held.experts)] if held.experts else [])]
+
+    def _dense_parts(self, unit: str, layout: Layout, held: RankUnits) -> list[Part]:
+        """Parameters of a unit of the dense twin; a tied table is the embedding's where the rank holds both ends."""
+        both = held.embedding and held.head
+        names = ["embedding", "head"] if both and unit != "blocks.0" else [unit]
+        members = bucket_members(self._twin, Layout(tp=layout.tp, dp=2, sp=layout.sp), {"tp": 0}, names)
+        return [
+            Part(member.group, member.numel, len(member.units) == 2) for member in members if member.units[0] == unit
+        ]
 
     def embedding(self, tp: int) -> Parameters:
         return Parameters(self._count(tp)["embedding"])

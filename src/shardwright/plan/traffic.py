@@ -288,7 +288,7 @@ class Traffic:
             reduce = over(shard, "reduce", "reduce_scatter", "gradients", count, grad, reductions)
         if layout.zero < 3:
             return [*reduce, *replicas, *over(shard, "update", "all_gather", "parameters", count, param, 1)]
-        if layout.reshard == "always":
+        if not layout.keeps_gathered:
             gathers = over(shard, "F", "all_gather", "parameters", count, param, m)
             gathers += over(shard, "B", "all_gather", "parameters", count, param, m)
         else:

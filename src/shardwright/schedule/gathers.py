@@ -55,4 +55,4 @@ def plan_gathers(uses: Sequence[Use], groups: Sequence[Collection[str]], layout:
 
 def _stays(layout: Layout, in_flight: int) -> bool:
     """Whether a group that is used again stays until then; ``in_flight`` backward passes will need it."""
-    return layout.reshard == "after_backward" and (layout.accumulate == "defer" or in_flight > 0)
+    return layout.keeps_gathered and (layout.accumulate == "defer" or in_flight > 0)

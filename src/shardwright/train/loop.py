@@ -287,7 +287,6 @@ class Run:
             predicted = predict_step(
                 self.config.model, self.config.layout, self.config.data.seq_len, self.config.train.freeze
             )
-            self.last_ledger.memory = memory
             summary["ledger"] = {"predicted": predicted, "measured": self.last_ledger}
             table = {
                 "step": self.step,
@@ -322,6 +321,7 @@ class Run:
         every = self.config.train.eval_every
         if not self.data.valid or not (last or (every and self.step % every == 0)):
             return False
+        self.trainer.settle()
         layout = self.config.layout
         batches = self.config.train.eval_batches * layout.micro_batch * layout.dp
         datasets = open_split(self.config, self.data, "valid").datasets
@@ -394,6 +394,7 @@ class Run:
         if not (last or (every and self.step % every == 0)):
             return
         with self.mesh.recorder.phase("checkpoint"):
+            self.trainer.settle()
             state = self._state()
         if self.is_main:
             save_checkpoint(

@@ -8,7 +8,7 @@ range, so a checkpoint reads it by the bucket's index.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright.comm.mesh import Mesh
 from shardwright.core.run_config import OptimConfig
 from shardwright.errors import CheckpointError
-from shardwright.parallel.data import Bucket, FlatRange, GradientBuckets
+from shardwright.parallel.data import Bucket, FlatRange, GradientBuckets, Piece
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
@@ -41,32 +41,50 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
 
 
 class FlatOptimizer:
-    """Updates every bucket's master range from its gradient range; ``kinds`` names the state it keeps."""
+    """Updates every bucket's master ranges from its gradient ranges; ``kinds`` names the state it keeps.
+
+    A state is one flat tensor for each of ``pieces``, in the place of its master.
+    """
 
     def __init__(self, config: OptimConfig, buckets: Sequence[Bucket]) -> None:
         self.config, self.buckets = config, buckets
         self.step_count = 0
         self.kinds = ("exp_avg", "exp_avg_sq") if config.name == "adamw" else ("momentum",)
+        self.pieces: list[tuple[Bucket, Piece]] = [(bucket, piece) for bucket in buckets for piece in bucket.pieces]
         self.state: dict[str, list[Tensor]] = {
-            kind: [torch.zeros_like(bucket.master) for bucket in buckets] for kind in self.kinds
+            kind: [torch.zeros_like(piece.master) for _, piece in self.pieces] for kind in self.kinds
         }
-        self._ranges = [self._range_states(index, bucket) for index, bucket in enumerate(buckets)]
-
-    def _range_states(self, index: int, bucket: Bucket) -> list[tuple[FlatRange, list[Tensor]]]:
-        return [(flat, [self.state[kind][index][flat.part] for kind in self.kinds]) for flat in bucket.ranges()]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """One update of all ranges; each bucket's master is published to the compute parameters as soon as it is updated."""
         self.step_count += 1
-        update = self._adamw if self.config.name == "adamw" else self._sgd
-        published = []
-        for bucket, ranges in zip(self.buckets, self._ranges, strict=True):
-            for flat, state in ranges:
-                update(flat, state, lr)
+        published, pieces = [], iter(range(len(self.pieces)))
+        for bucket in self.buckets:
+            for _ in bucket.pieces:
+                self._update_piece(next(pieces), lr)
             published.append(bucket.publish())
         for work in published:
             work.wait()
+
+    @torch.no_grad()
+    def update(self, lr: float) -> None:
+        """One update of all masters, which the compute parameters do not see before :meth:`publish`. Sends nothing."""
+        self.step_count += 1
+        for index in range(len(self.pieces)):
+            self._update_piece(index, lr)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Hand the masters to the compute parameters of all ranks."""
+        for work in [bucket.publish() for bucket in self.buckets]:
+            work.wait()
+
+    def _update_piece(self, index: int, lr: float) -> None:
+        bucket, piece = self.pieces[index]
+        update = self._adamw if self.config.name == "adamw" else self._sgd
+        for flat in bucket.ranges(piece):
+            update(flat, [self.state[kind][index][flat.part] for kind in self.kinds], lr)
 
     def _adamw(self, flat: FlatRange, state: list[Tensor], lr: float) -> None:
         config = self.config
@@ -102,8 +120,8 @@ class FlatOptimizer:
         named = {
             kind: {
                 name: view
-                for bucket, flat in zip(self.buckets, flats, strict=True)
-                for name, view in bucket.views(bucket.gathered(flat))
+                for bucket, parts in self._by_bucket(flats)
+                for name, view in bucket.views(bucket.gathered(parts))
             }
             for kind, flats in self.state.items()
         }
@@ -111,9 +129,15 @@ class FlatOptimizer:
             named["master"] = {name: view for bucket in self.buckets for name, view in bucket.named("master").items()}
         return named
 
+    def _by_bucket(self, flats: Sequence[Tensor]) -> Iterator[tuple[Bucket, list[Tensor]]]:
+        """Each bucket and what ``flats``, one for each piece, has of it."""
+        rest = iter(flats)
+        for bucket in self.buckets:
+            yield bucket, [next(rest) for _ in bucket.pieces]
+
     def _flats(self) -> dict[str, list[Tensor]]:
         """What a checkpoint fills, by kind: this rank's part of each bucket."""
-        masters = {"master": [bucket.master for bucket in self.buckets]}
+        masters = {"master": [piece.master for _, piece in self.pieces]}
         return self.state | (masters if any(bucket.has_master for bucket in self.buckets) else {})
 
     @torch.no_grad()
@@ -134,13 +158,14 @@ class FlatOptimizer:
             def write(name: str, view: Tensor, given: dict[str, Tensor] = state[kind]) -> None:
                 view.copy_(given[name])
 
-            for bucket, flat in zip(self.buckets, flats, strict=True):
-                bucket.fill(flat, write)
+            for bucket, parts in self._by_bucket(flats):
+                bucket.fill(parts, write)
         self.step_count = step_count
 
-    def memory(self) -> int:
-        """Persistent bytes of the state, masters not included."""
-        return sum(flat.nbytes for flats in self.state.values() for flat in flats)
+    def memory(self, *, hosted: bool | None = None) -> int:
+        """Persistent bytes of the state, masters not included; ``hosted``: in host memory, on the device (None: both)."""
+        wanted = [hosted is None or piece.hosted is hosted for _, piece in self.pieces]
+        return sum(flat.nbytes for flats in self.state.values() for flat, want in zip(flats, wanted, strict=True) if want)
 
 
 def global_norm(buckets: GradientBuckets, mesh: Mesh, device: torch.device | None = None) -> Tensor:
@@ -152,14 +177,15 @@ def global_norm(buckets: GradientBuckets, mesh: Mesh, device: torch.device | Non
     """
     held = _zero_scalar(buckets, mesh, device)
     sharded = held.clone()
-    for bucket, gradients in zip(buckets.buckets, buckets.reduced, strict=True):
+    for bucket in buckets.buckets:
         if bucket.plan.copy:
             continue
-        square = torch.linalg.vector_norm(gradients).square()
-        if "tp" in bucket.plan.shard_axes:
-            sharded += square
-        else:
-            held += square
+        for gradients in buckets.reduced(bucket):
+            square = torch.linalg.vector_norm(gradients).square().to(held.device)
+            if "tp" in bucket.plan.shard_axes:
+                sharded += square
+            else:
+                held += square
     if mesh.dp_shard.size > 1 and not buckets.whole_gradients:
         both = torch.stack([held, sharded])
         mesh.dp_shard.all_reduce(both, name="norm")
@@ -187,6 +213,5 @@ def clip(buckets: GradientBuckets, norm: float, limit: float) -> float:
     if limit <= 0 or norm <= limit:
         return 1.0
     factor = limit / (norm + 1e-6)
-    for gradients in buckets.reduced:
-        gradients.mul_(factor)
+    buckets.scale(factor)
     return factor

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from shardwright.comm.mesh import Mesh
 from shardwright.core.buckets import plan_buckets
 from shardwright.core.layout import Layout
-from shardwright.core.ledger import Ledger
+from shardwright.core.ledger import BucketTiming, Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import bucket_members, parameter_specs, unit_names
 from shardwright.core.stages import split_units
@@ -35,6 +36,7 @@ from shardwright.schedule.gathers import Use, plan_gathers, unit_uses
 from shardwright.schedule.make import make_schedule
 from shardwright.schedule.passes import add_communication
 from shardwright.train.data import MicroBatch
+from shardwright.train.delayed import DelayedUpdate
 from shardwright.train.optim import FlatOptimizer, clip, global_norm, learning_rate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -74,7 +76,7 @@ def check_supported(config: RunConfig) -> None:
     """Refuse, before any process starts, what training cannot do yet."""
     layout = config.layout
     usual = Layout()
-    for name in ("cp", "ep", "offload", "delayed_update"):
+    for name in ("cp", "ep"):
         if getattr(layout, name) != getattr(usual, name):
             raise LayoutError(
                 f"{name}={getattr(layout, name)} can be planned but not trained yet; "
@@ -82,6 +84,7 @@ def check_supported(config: RunConfig) -> None:
             )
     _check_zero(config)
     _check_experts(config)
+    _check_offload(layout)
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
     if config.train.compile and layout.tp > 1:
@@ -135,6 +138,24 @@ def _check_zero(config: RunConfig) -> None:
         )
 
 
+def _check_offload(layout: Layout) -> None:
+    if layout.offload == "params" and layout.zero != 3:
+        raise LayoutError(
+            f"offload=params with zero={layout.zero}: only ZeRO-3 brings a unit's parameters in and frees them after their use; "
+            "set zero=3, or use offload=optimizer"
+        )
+    if layout.delayed_update and layout.offload != "optimizer":
+        raise LayoutError(
+            f"delayed_update=on with offload={layout.offload}: an update that runs beside the step needs masters that the step "
+            "does not read; set offload=optimizer, or leave delayed_update out"
+        )
+    if layout.delayed_update and layout.offload_fraction < 1:
+        raise LayoutError(
+            f"delayed_update=on with offload_fraction={layout.offload_fraction}: only what is in host memory can be updated "
+            "beside the step; leave offload_fraction out, or delayed_update"
+        )
+
+
 class Trainer:
     """Model, buckets, optimizer and executor of one rank.
 
@@ -153,25 +174,30 @@ class Trainer:
         held = schedule.stages_of(mesh.coordinates["pp"])
         self.has_loss = schedule.num_stages - 1 in held
         units = [unit for stage in held for unit in stages[stage]]
-        self.model = Transformer(config.model, mesh, dtype, self.device, units).initialise(config.train.seed)
+        by_unit = self.layout.zero == 3
+        model = Transformer(config.model, mesh, dtype, self.device, units, hollow=by_unit)
+        self.model = model.initialise(config.train.seed)  # hollow: shard by shard, below; no rank holds the whole model
         _check_frozen(config.train.freeze, self.model.specs)
         freeze(self.model, config.train.freeze)
         self.parameters = self.model.spec_parameters()
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         members = bucket_members(config.model, self.layout, mesh.coordinates, units)
-        by_unit, order, size = self.layout.zero == 3, unit_names(config.model), self.layout.bucket_mb
+        order, size = unit_names(config.model), self.layout.bucket_mb
         plans = plan_buckets([m for m in members if m.name in trained], order, size, by_unit=by_unit)
         kept = [m for m in members if m.name not in trained and by_unit]
         direct = not config.train.compile
         hook = hook or hook_for(self.layout.reduce_dtype)
         check_reduction(hook, "sum", "training divides the loss by the tokens of the whole batch")
-        self.buckets = GradientBuckets(plans, trained, mesh, hook, direct=direct, layout=self.layout)
+        write = partial(self.model.first_value, seed=config.train.seed) if by_unit else None
+        self.buckets = GradientBuckets(plans, trained, mesh, hook, direct=direct, layout=self.layout, write=write)
+        storage = self.buckets.storage
         self.frozen = [
-            FlatParameters(plan, self.parameters, mesh.dp_shard, zero=3)
+            FlatParameters(plan, self.parameters, mesh.dp_shard, zero=3, storage=storage, write=write)
             for plan in plan_buckets(kept, order, size, by_unit=True, prefix="frozen")
         ]
         """Parameters that are not trained, where ZeRO-3 shards them too."""
         self.optimizer = FlatOptimizer(config.optim, self.buckets.buckets)
+        self.delayed = DelayedUpdate(self.optimizer, self.buckets) if self.layout.delayed_update else None
         if config.train.compile:
             self.model.compile_blocks()
         self.balancer = self._balancer()
@@ -242,7 +268,10 @@ class Trainer:
     def step(self, batches: Sequence[MicroBatch], step: int) -> StepResult:
         """One optimizer step (0-based) on this rank's micro-batches."""
         start = time.perf_counter()
+        delayed = self.delayed if step >= self.config.optim.delay_after else None
         tokens, stop = self._agree(sum(batch.num_valid for batch in batches))
+        if delayed is not None:
+            delayed.start()
         loss_sum = self.gradients(batches, step, tokens)
         busy = time.perf_counter() - start
         if self.executor.note is not None:
@@ -254,14 +283,20 @@ class Trainer:
             norm = _read(global_norm(self.buckets, self.mesh, self.device))
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
         finite = norm - norm == 0.0  # false for inf and nan
+        if delayed is not None:
+            with self.mesh.recorder.phase("update"):
+                delayed.finish()
         if finite:
             clip(self.buckets, norm, self.config.optim.clip)
-            with self.mesh.recorder.phase("update"):
-                self.optimizer.step(lr)
+            if delayed is not None:
+                delayed.keep(lr)
+            else:
+                with self.mesh.recorder.phase("update"):
+                    self.optimizer.step(lr)
         balance = self._balance(update=finite)
         loss, every_busy = self._gather_metrics(loss_sum, busy)
         ledger = self.mesh.recorder.take()
-        ledger.buckets, ledger.memory = timings, self.memory() | self.peak_memory()
+        self._account(ledger, timings)
         result = StepResult(
             step,
             loss / max(tokens, 1),
@@ -281,6 +316,11 @@ class Trainer:
                 "before. Lower optim.lr, or set train.on_nonfinite=skip"
             )
         return result
+
+    def settle(self) -> None:
+        """Make up for an update that is outstanding (``delayed_update``), if there is one; all ranks must call."""
+        if self.delayed is not None:
+            self.delayed.settle()
 
     def gradients(self, batches: Sequence[MicroBatch], step: int, tokens: int) -> Tensor:
         """Run the executor over the micro-batches and start every reduction; returns the rank's summed loss."""
@@ -327,20 +367,26 @@ class Trainer:
                 write(name, parameter)
 
     def memory(self) -> dict[str, int]:
-        """Persistent bytes by class on this rank."""
+        """Persistent bytes by class on this rank; those in host memory begin with ``host`` and are there with offload only."""
         held = self.buckets.memory()
         whole = [p for p in self.parameters.values() if not p.requires_grad and not self.frozen]
         frozen = sum(p.nbytes for p in whole) + sum(flat.parameters.nbytes for flat in self.frozen)
-        return {
+        found = {
             "parameters": held["parameters"] + frozen,
             "gradients": held["gradients"],
-            "optimizer": self.optimizer.memory() + held["master"],
+            "optimizer": self.optimizer.memory(hosted=False) + held["master"],
         }
+        hosted = {
+            "host parameters": held["host parameters"] + sum(flat.on_host.nbytes for flat in self.frozen),
+            "host gradients": held["host gradients"],
+            "host optimizer": self.optimizer.memory(hosted=True) + held["host master"],
+        }
+        return found | {kind: size for kind, size in hosted.items() if size}
 
-    def peak_memory(self) -> dict[str, int]:
-        """The most bytes so far of what does not stay: gathered parameters, and whole gradients where shards are kept."""
-        gathered = self.gatherer.gathered.peak if self.gatherer is not None else 0
-        return {"gathered": gathered, "gradient_buffers": self.buckets.temporary.peak}
+    def _account(self, ledger: Ledger, timings: list[BucketTiming]) -> None:
+        storage = self.buckets.storage
+        ledger.buckets, ledger.windows, ledger.memory = timings, storage.windows, self.memory()
+        ledger.peak = ledger.memory | {kind: storage.peak.get(kind, 0) for kind in ("gathered", "buffers")}
 
     def _agree(self, num_valid: int) -> tuple[int, bool]:
         """Valid tokens of the whole global batch, and whether any rank asked to stop."""

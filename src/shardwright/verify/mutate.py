@@ -278,7 +278,7 @@ def _last_reduction_only(trainer: Trainer) -> None:
 def _never_freed(trainer: Trainer) -> None:
     """What was gathered once is used in every step after."""
     for bucket in trainer.buckets.buckets:
-        bucket.free = lambda: 0  # type: ignore[method-assign]
+        bucket.free = lambda: None  # type: ignore[method-assign]
 
 
 def _gradients_of_the_last_step(trainer: Trainer) -> None:

@@ -102,6 +102,7 @@ def reference_run(config: RunConfig, batches: Callable[[int], MicroBatch], steps
     masters = {name: p.detach().to(wide, copy=True) for name, p in trained.items()}
     optimizer = _reference_optimizer(config, list(masters.values()))
     trace = Trace()
+    outstanding: tuple[float, dict[str, Tensor]] | None = None
     for step in range(steps):
         batch = batches(step)
         model.zero_grad(set_to_none=True)
@@ -113,15 +114,11 @@ def reference_run(config: RunConfig, batches: Callable[[int], MicroBatch], steps
         }
         norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
         factor = config.optim.clip / (norm + 1e-6) if config.optim.clip and norm > config.optim.clip else 1.0
-        lr = learning_rate(config.optim, step, config.train.steps)
-        with torch.no_grad():
-            for name, master in masters.items():
-                master.grad = gradients[name] * factor
-                if model.specs[name].decay:  # decoupled, by the spec table's rule, before the plain update
-                    master.mul_(1 - lr * config.optim.weight_decay)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
+        update = (learning_rate(config.optim, step, config.train.steps), {k: g * factor for k, g in gradients.items()})
+        delayed = config.layout.delayed_update and step >= config.optim.delay_after
+        now, outstanding = (outstanding, update) if delayed else (update, None)
+        if now is not None:
+            _reference_update(config, model, optimizer, masters, *now)
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(masters[name])
@@ -130,6 +127,24 @@ def reference_run(config: RunConfig, batches: Callable[[int], MicroBatch], steps
         trace.gradients.append(gradients)
     trace.parameters = {name: p.detach().clone() for name, p in model.spec_parameters().items()} | masters
     return trace
+
+
+def _reference_update(
+    config: RunConfig,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    masters: Mapping[str, Tensor],
+    lr: float,
+    gradients: Mapping[str, Tensor],
+) -> None:
+    with torch.no_grad():
+        for name, master in masters.items():
+            master.grad = gradients[name]
+            if model.specs[name].decay:  # decoupled, by the spec table's rule, before the plain update
+                master.mul_(1 - lr * config.optim.weight_decay)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
 
 
 def _reference_context(config: RunConfig, model: Transformer, batch: MicroBatch, step: int) -> Context:
