@@ -18,6 +18,7 @@ from shardwright.plan.compute import Shape, expert_capacity, forward_flops, laye
 from shardwright.plan.memory import (
     MemoryModel,
     bytes_per_parameter,
+    host_bytes,
     in_flight,
     layer_activation_bytes,
     least_gpus,
@@ -104,6 +105,11 @@ def test_offload(examples: dict[str, Any]) -> None:
     offloaded = state_bytes(Layout(offload="optimizer", **MIXED), held, FUSED)
     assert offloaded["parameters"] / GB == examples["offload"]["weights_gb"]
     assert offloaded["optimizer"] == 0
+    assert host_bytes(Layout(**MIXED), held) == {}
+    on_host = host_bytes(Layout(offload="params", offload_fraction=0.5, zero=3, dp=2, **MIXED), held)
+    assert on_host == {"parameters": 13e9 / 2, "gradients": 13e9, "optimizer": 13e9 * 3}
+    delayed = host_bytes(Layout(offload="optimizer", delayed_update=True, zero=1, dp=2), held)
+    assert delayed == {"gradients": 13e9 * 4, "optimizer": 13e9 / 2 * 12}
 
 
 def test_moe_serving(examples: dict[str, Any]) -> None:
@@ -250,7 +256,7 @@ def test_classes_add_up_and_savings_save() -> None:
     assert full.parts["saved by layers"] == 32 * 2 * 4096 * 4096 < plain.parts["saved by layers"] / 10
     assert stage(Layout(dp=4, cp=2, **MIXED)).activations < plain.activations
     sharded, kept = (stage(Layout(dp=8, zero=3, reshard=r, **MIXED)) for r in ("always", "after_backward"))
-    assert kept.buffers - kept.parts["gradient of a unit"] >= plain.parameters > sharded.parts["gathered units"]
+    assert kept.parts["parameters kept gathered"] == plain.parameters > sharded.parts["gathered units"]
 
 
 def test_deferred_gradients_are_whole() -> None:
@@ -259,7 +265,10 @@ def test_deferred_gradients_are_whole() -> None:
         stage(Layout(dp=8, zero=3, microbatches=m, accumulate=how, **MIXED))
         for m, how in ((1, "defer"), (4, "defer"), (4, "reduce"))
     )
-    assert once.gradients == reduced.gradients == deferred.gradients // 8
+    whole = 2 * preset("llama-3.1-8b").num_parameters()
+    assert once.gradients == reduced.gradients == deferred.gradients == whole // 8
+    assert deferred.parts["gradient buffers"] == whole > reduced.parts["gradient buffers"]
+    assert reduced.parts["gradient buffers"] > once.parts["gradient buffers"]  # and shards that are added
     two = replace(FUSED, two_gradients=True)
     wide = Layout(precision="bf16", reduce_dtype="fp32")
     assert [state_bytes(wide, Parameters(10), stack)["gradients"] for stack in (FUSED, two)] == [40, 60]
@@ -269,8 +278,9 @@ def test_prefetch_and_the_largest_unit_count() -> None:
     model = preset("llama-3.1-8b")
     table = model.vocab_size * model.dim
     one, two = (stage(Layout(dp=8, zero=3, prefetch=prefetch, **MIXED)) for prefetch in (1, 2))
-    assert one.parts["gathered units"] == 2 * 2 * (table + model.dim)  # the head with its norm is the largest unit
-    assert two.parts["gathered units"] - one.parts["gathered units"] == 2 * (table + model.dim)
+    layer = (model.num_parameters() - 2 * table - model.dim) // model.num_layers
+    assert one.parts["gathered units"] == 2 * (table + model.dim + layer)  # the head with its norm is the largest unit
+    assert two.parts["gathered units"] - one.parts["gathered units"] == 2 * layer
 
 
 def test_last_stage_holds_logits_of_its_tokens() -> None:

@@ -14,7 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from shardwright.comm.base import Comm, Work
+from shardwright.comm.base import Comm, ReduceOp, Work
 from shardwright.errors import ConfigError
 
 Reduction = Literal["sum", "mean"]
@@ -82,7 +82,8 @@ class AllReduce:
         return _Chain(work, rest)
 
     def scatter(self, gradients: Tensor, shard: Tensor, comm: Comm, name: str) -> Work:
-        return comm.reduce_scatter_start(shard, gradients, name=name)
+        op: ReduceOp = "avg" if self.reduction == "mean" else "sum"
+        return comm.reduce_scatter_start(shard, gradients, op, name=name)
 
 
 class Compressed:
@@ -108,7 +109,8 @@ class Compressed:
         return _Chain(work, widen)
 
     def scatter(self, gradients: Tensor, shard: Tensor, comm: Comm, name: str) -> Work:
-        small = gradients.to(self.dtype)
+        share = gradients / comm.size if self.reduction == "mean" else gradients
+        small = share.to(self.dtype)
         part = small.new_empty(shard.numel())
         work = comm.reduce_scatter_start(part, small, name=name)
 

@@ -12,7 +12,8 @@ parameter is, and a callback at the end of the backward pass waits for what is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,14 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwright.comm.base import Comm
 from shardwright.comm.mesh import Mesh
 from shardwright.core.buckets import BucketPlan, Member, plan_buckets
 from shardwright.core.ledger import BucketTiming
-from shardwright.errors import ConfigError, LayoutError
+from shardwright.errors import ConfigError
 from shardwright.parallel.data import GradientBuckets
+from shardwright.parallel.flat import FlatParameters
 from shardwright.parallel.hooks import AllReduce, CommHook, Reduction, check_reduction
+from shardwright.parallel.units import UnitHooks, unit_of_parameters
 
 _AXES = ("cp", "dp")
 
@@ -50,8 +54,22 @@ class DataParallel(nn.Module):
     - Gradients may be set to None or to zero, or be left where they are to accumulate: what is reduced already counts once.
     - Gradients have the parameter's dtype. Move or convert the module before it is wrapped.
 
+    ``zero`` 1 to 3 shard the state over the ranks (of one replica, where the mesh's layout has ``dp_replicate``)::
+
+        model = DataParallel(module, mesh, zero=3)
+        optimizer = torch.optim.AdamW(model.shards())  # flat, fp32; an optimizer that treats all elements alike
+        criterion(model(x), y).backward()              # shards have gradients, the module's parameters have none
+        model.clip_grad_norm_(1.0)
+        optimizer.step()                               # the next forward uses the updated values
+
+    A shard's gradient accumulates over backward passes like any other until it is set to None. Gradients are reduced as
+    soon as a bucket is ready and not kept whole, so 1 and 2 are the same here. With 3 ``units`` (names of submodules; the
+    direct children by default) are gathered around their forward and backward: ``reshard=after_backward`` keeps them
+    between, ``prefetch`` of the following ones are gathered ahead. All ranks must use the units in the same order.
+    `full_state_dict` has the whole parameters.
+
     Raises `ConfigError` for a hook that does not fit the loss, a module that differs between ranks or has nothing to train,
-    and for ``backward(create_graph=True)``. ``zero`` above 0 is not built yet.
+    and for ``backward(create_graph=True)``.
     """
 
     def __init__(
@@ -64,26 +82,36 @@ class DataParallel(nn.Module):
         comm_hook: CommHook | None = None,
         loss_reduction: Reduction = "mean",
         broadcast_buffers: bool = True,
+        units: Sequence[str] | None = None,
+        reshard: str = "always",
+        prefetch: int = 1,
     ) -> None:
         super().__init__()
-        if zero != 0:
-            raise LayoutError(f"DataParallel(zero={zero}): sharded states are not built yet; use zero=0")
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction={loss_reduction!r} is not known; use 'mean' or 'sum'")
         hook = comm_hook or AllReduce(loss_reduction)
         check_reduction(hook, loss_reduction, f"the loss is a {loss_reduction} (loss_reduction={loss_reduction!r})")
+        stage = max(zero, 2) if zero == 1 else zero
+        layout = mesh.layout.with_(zero=stage, reshard=reshard, prefetch=prefetch, bucket_mb=bucket_mb, offload="none")
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._trained:
             raise ConfigError("the module has no parameter with requires_grad; there is nothing to reduce")
         _check_same(module, mesh.dp_cp)
         self.module, self.mesh = module, mesh
-        self.buckets = GradientBuckets(
-            _plan(self._trained, bucket_mb), self._trained, mesh, hook, direct=False, wide=False
-        )
+        if zero:
+            _broadcast(list(module.parameters()), mesh.dp_cp, "initial state")
+        names, users = unit_of_parameters(module, units)
+        plans = _plan(self._trained, bucket_mb, users if zero == 3 else None)
+        self.buckets = GradientBuckets(plans, self._trained, mesh, hook, direct=False, wide=zero > 0, layout=layout)
         self.timings: list[BucketTiming] = []
         """Of the last reduction: when each bucket was ready, launched and done, and what was waited for."""
-        self._buffers_too = broadcast_buffers
-        self._views = self.buckets.named("gradients")
+        self._sharded, self._buffers_too = zero > 0, broadcast_buffers
+        self._views = {} if zero else self.buckets.named("gradients")
+        self._slots = self.buckets.slots()
+        self._shards = [nn.Parameter(bucket.pieces[0].master) for bucket in self.buckets.buckets] if zero else []
+        self._updated = False
+        if zero:
+            _watch(self)
         self._synchronise = True
         self._reduced = False  # the buffers hold reduced gradients, and nothing was added to them since
         self._backward_pass: int | None = None
@@ -91,13 +119,65 @@ class DataParallel(nn.Module):
             parameter.grad = None
             parameter.register_hook(self._before)
             parameter.register_post_accumulate_grad_hook(self._after(name))
-        frozen = [p for p in module.parameters() if not p.requires_grad]
-        for bucket in self.buckets.buckets:
-            _broadcast([bucket.parameters], mesh.dp_cp, "initial state")
-        _broadcast([*frozen, *module.buffers()], mesh.dp_cp, "initial state")
+        frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        self._frozen: list[FlatParameters] = []
+        self._units: UnitHooks | None = None
+        if zero == 3:
+            kept = _plan(frozen, bucket_mb, users)
+            self._frozen = [FlatParameters(plan, frozen, mesh.dp_shard, zero=3, storage=self.buckets.storage) for plan in kept]
+            groups = [*self.buckets.buckets, *self._frozen]
+            using = [users[group.plan.members[0].name] for group in groups]
+            keep = reshard == "after_backward"
+            self._units = UnitHooks(module, names, groups, using, keep=keep, prefetch=prefetch)
+        elif not zero:
+            for bucket in self.buckets.buckets:
+                _broadcast([bucket.parameters], mesh.dp_cp, "initial state")
+            _broadcast(list(frozen.values()), mesh.dp_cp, "initial state")
+        _broadcast(list(module.buffers()), mesh.dp_cp, "initial state")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.publish()
         return self.module(*args, **kwargs)
+
+    # -- sharded state ---------------------------------------------------------------------------------
+
+    def shards(self) -> list[nn.Parameter]:
+        """This rank's flat shards of the parameters (fp32, or fp64), one for each bucket: what the optimizer updates."""
+        if not self._sharded:
+            raise ConfigError("shards() needs zero=1, 2 or 3; with zero=0 give the optimizer module.parameters()")
+        return list(self._shards)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Hand shards that an optimizer has updated to the parameters of all ranks; each forward does so by itself."""
+        if self._updated:
+            with self.mesh.recorder.phase("update"):
+                for work in [bucket.publish() for bucket in self.buckets.buckets]:
+                    work.wait()
+            self._updated = False
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the shards' gradients so that the norm of the whole gradient is at most ``max_norm``; returns the norm before."""
+        gradients = [shard.grad for shard in self._shards if shard.grad is not None]
+        square = torch.stack([gradient.square().sum() for gradient in gradients]).sum() if gradients else torch.zeros(())
+        self.mesh.dp_shard.all_reduce(square, name="norm")
+        norm = square.sqrt()
+        if max_norm < norm:
+            for gradient in gradients:
+                gradient.mul_(max_norm / (norm + 1e-6))
+        return norm
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The module's state with whole parameters, whatever is sharded; all ranks must call."""
+        self.publish()
+        state = {name: value.detach() for name, value in self.module.state_dict().items()}
+        groups: list[FlatParameters] = [*self.buckets.buckets, *self._frozen] if self._units is not None else []
+        named = {name: value for group in groups for name, value in group.named().items()}
+        known = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        aliases = dict(self.module.named_parameters(remove_duplicate=False))
+        return {name: named[known[id(aliases[name])]] if named and name in aliases else v for name, v in state.items()}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -114,7 +194,7 @@ class DataParallel(nn.Module):
         """A gradient is about to be added to ``parameter.grad``."""
         if self._backward_pass not in (None, torch._C._current_graph_task_id()):
             self._finish_buckets()  # of a pass that failed on its way, or one inside which this one runs
-        if self._reduced:
+        if self._reduced and not self._sharded:
             self._reduced = False
             if self.buckets.hook.reduction == "sum":  # leave each rank its share, so that the next sum counts it once
                 for bucket in self.buckets.buckets:
@@ -128,14 +208,35 @@ class DataParallel(nn.Module):
                 raise ConfigError(
                     "backward(create_graph=True) is not supported: gradients are reduced in place; leave it out"
                 )
-            self._keep_in_view(name)
+            if self._sharded:
+                self._to_slot(name)
+            else:
+                self._keep_in_view(name)
             if self._synchronise:
                 if self._backward_pass is None:
                     self._backward_pass = torch._C._current_graph_task_id()
                     Variable._execution_engine.queue_callback(self._leave_backward)
+                    self._before_reductions()
                 self.buckets.unit_done(name)
 
         return hook
+
+    def _to_slot(self, name: str) -> None:
+        """Add ``parameter.grad`` to the bucket's buffer, and give its memory up."""
+        parameter = self._trained[name]
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._slots[name].add(gradient.to_dense() if gradient.is_sparse else gradient)
+        if self._units is not None:
+            self._units.written(name)
+
+    def _before_reductions(self) -> None:
+        """What is reduced in this pass is added to gradients that the shards have already."""
+        kept = [shard.grad for shard in self._shards]
+        self.buckets.adds_up = any(gradient is not None for gradient in kept)
+        for bucket, gradient in zip(self.buckets.buckets, kept, strict=bool(kept)):
+            if self.buckets.adds_up and gradient is not bucket.gradients:
+                bucket.gradients.copy_(gradient) if gradient is not None else bucket.gradients.zero_()
 
     def _keep_in_view(self, name: str) -> None:
         """Make ``parameter.grad`` the bucket's view again, with the value that it has now (None: zero)."""
@@ -159,7 +260,7 @@ class DataParallel(nn.Module):
         """The backward pass is over: reduce what is left and wait for all."""
         if self._backward_pass is None:
             return
-        for name in self._trained:
+        for name in self._trained if not self._sharded else ():
             self._keep_in_view(name)
         self._finish_buckets()
         if self._buffers_too:
@@ -170,17 +271,38 @@ class DataParallel(nn.Module):
         self.timings = self.buckets.finish()
         self.buckets.expect()
         self._backward_pass, self._reduced = None, True
+        for shard, bucket in zip(self._shards, self.buckets.buckets, strict=self._sharded):
+            shard.grad = bucket.gradients
 
 
-def _plan(parameters: dict[str, nn.Parameter], bucket_mb: float) -> list[BucketPlan]:
-    """Buckets in reverse order of registration; parameters of another dtype or device have buckets of their own."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Member]] = {}
+def _watch(model: DataParallel) -> None:
+    """Notice every optimizer step that updates ``model``'s shards: its parameters are then not those of the shards."""
+    seen, mine = weakref.ref(model), {id(shard) for shard in model.shards()}
+
+    def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        wrapped = seen()
+        if wrapped is not None and any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            wrapped._updated = True
+
+    weakref.finalize(model, register_optimizer_step_post_hook(stepped).remove)
+
+
+def _plan(
+    parameters: Mapping[str, nn.Parameter], bucket_mb: float, users: Mapping[str, tuple[str, ...]] | None = None
+) -> list[BucketPlan]:
+    """Buckets in reverse order of registration; parameters of another dtype or device have buckets of their own.
+
+    ``users``: the units that use each parameter; what the same units use is then one bucket, whatever its size.
+    """
+    kinds: dict[Any, list[Member]] = {}
     for name, p in parameters.items():
-        kinds.setdefault((p.dtype, p.device), []).append(Member(name, tuple(p.shape), (name,), True, _AXES))
+        key = (p.dtype, p.device, None if users is None else users[name])
+        kinds.setdefault(key, []).append(Member(name, tuple(p.shape), (name,), True, _AXES))
+    size = bucket_mb if users is None else float("inf")
     plans = [
         plan
-        for (dtype, _), members in kinds.items()
-        for plan in plan_buckets(members, list(parameters), bucket_mb, dtype.itemsize)
+        for (dtype, *_), members in kinds.items()
+        for plan in plan_buckets(members, list(parameters), min(size, 2**40), dtype.itemsize)
     ]
     return [replace(plan, name=f"gradients.{index}") for index, plan in enumerate(plans)]
 

@@ -39,11 +39,10 @@ def by_unit(units: Sequence[Iterable[Part]]) -> list[Held]:
     """What is gathered as one in stage 3, in the order in which backward is done with it."""
     last, found = len(units) - 1, []
     for place in reversed(range(len(units))):
-        parts = list(units[place])
-        for tied in (False, True):
-            size = sum(part.size for part in parts if part.tied is tied)
-            if size:
-                found.append(Held(size, place, last if tied else place))
+        sizes: dict[tuple[Hashable, bool], int] = {}
+        for part in units[place]:
+            sizes[part.group, part.tied] = sizes.get((part.group, part.tied), 0) + part.size
+        found += [Held(size, place, last if tied else place) for (_, tied), size in sizes.items()]
     return found
 
 

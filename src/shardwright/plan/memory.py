@@ -287,7 +287,7 @@ class MemoryModel:
             shards,
             deferred=layout.accumulate == "defer" and layout.microbatches > 1,
             parts=layout.offload != "none" and layout.offload_fraction > 0,
-            passes=min(2, layout.num_reductions),
+            passes=min(3, layout.num_reductions),
             beside=beside,
         )
         found["gradient buffers"] = max(0.0, grad * peak - found.get("shards from the host", 0.0))

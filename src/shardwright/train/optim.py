@@ -16,7 +16,8 @@ from torch import Tensor
 from shardwright.comm.mesh import Mesh
 from shardwright.core.run_config import OptimConfig
 from shardwright.errors import CheckpointError
-from shardwright.parallel.data import Bucket, FlatRange, GradientBuckets, Piece
+from shardwright.parallel.bucket import Bucket, FlatRange, Piece
+from shardwright.parallel.data import GradientBuckets
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
@@ -61,18 +62,19 @@ class FlatOptimizer:
         self.step_count += 1
         published, pieces = [], iter(range(len(self.pieces)))
         for bucket in self.buckets:
-            for _ in bucket.pieces:
-                self._update_piece(next(pieces), lr)
+            for piece in bucket.pieces:
+                self._update_piece(next(pieces), piece.gradients, lr)
             published.append(bucket.publish())
         for work in published:
             work.wait()
 
     @torch.no_grad()
     def update(self, lr: float) -> None:
-        """One update of all masters, which the compute parameters do not see before :meth:`publish`. Sends nothing."""
+        """One update of all masters from the outstanding gradients, for the parameters to see at :meth:`publish`; sends nothing."""
         self.step_count += 1
-        for index in range(len(self.pieces)):
-            self._update_piece(index, lr)
+        for index, (_, piece) in enumerate(self.pieces):
+            assert piece.outstanding is not None
+            self._update_piece(index, piece.outstanding, lr)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -80,10 +82,10 @@ class FlatOptimizer:
         for work in [bucket.publish() for bucket in self.buckets]:
             work.wait()
 
-    def _update_piece(self, index: int, lr: float) -> None:
+    def _update_piece(self, index: int, gradients: Tensor, lr: float) -> None:
         bucket, piece = self.pieces[index]
         update = self._adamw if self.config.name == "adamw" else self._sgd
-        for flat in bucket.ranges(piece):
+        for flat in bucket.ranges(piece, gradients):
             update(flat, [self.state[kind][index][flat.part] for kind in self.kinds], lr)
 
     def _adamw(self, flat: FlatRange, state: list[Tensor], lr: float) -> None:

@@ -18,7 +18,8 @@ from shardwright.errors import ConfigError
 from shardwright.model.attention import Attention
 from shardwright.model.mlp import MLP
 from shardwright.ops.linear import add_bias
-from shardwright.parallel.data import Bucket, Launch
+from shardwright.parallel.bucket import Bucket
+from shardwright.parallel.data import Launch
 from shardwright.schedule.action import Action, Kind
 from shardwright.train.data import MicroBatch
 from shardwright.train.optim import FlatOptimizer
@@ -291,6 +292,63 @@ def _dirty(bucket: Bucket) -> Callable[[], Tensor]:
     return lambda: torch.ones(bucket.num_elements, dtype=bucket.dtype)
 
 
+def _overwritten_on_the_host(trainer: Trainer) -> None:
+    """What is reduced later replaces what was copied out before."""
+    storage = trainer.buckets.storage
+    copy_out = storage.copy_out
+    storage.copy_out = (  # type: ignore[method-assign]
+        lambda host, tensor, name, *, add=False: copy_out(host, tensor, name)
+    )
+
+
+def _lost_on_the_way_out(trainer: Trainer) -> None:
+    """The host has no gradients."""
+    storage = trainer.buckets.storage
+    copy_out = storage.copy_out
+    storage.copy_out = (  # type: ignore[method-assign]
+        lambda host, tensor, name, *, add=False: copy_out(host.zero_(), torch.zeros_like(tensor), name)
+    )
+
+
+def _lost_on_the_way_in(trainer: Trainer) -> None:
+    """Parameters on the device are those of the step before, or none where they are gathered from the host."""
+    storage = trainer.buckets.storage
+    copy_in = storage.copy_in
+    storage.copy_in = (  # type: ignore[method-assign]
+        lambda tensor, host, name: copy_in(torch.empty_like(tensor) if "parameters" in name else tensor, host, name)
+    )
+
+
+def _not_delayed(trainer: Trainer) -> None:
+    """The update is made at once."""
+    delayed = trainer.delayed
+    assert delayed is not None
+    keep = delayed.keep
+
+    def keep_and_settle(rate: float) -> None:
+        keep(rate)
+        with trainer.mesh.recorder.aside():
+            delayed.settle()
+
+    delayed.keep = keep_and_settle  # type: ignore[method-assign]
+
+
+def _delayed_twice(trainer: Trainer) -> None:
+    """The update reads the gradients that this step has written instead of the outstanding ones."""
+    delayed = trainer.delayed
+    assert delayed is not None
+    start, finish = delayed.start, delayed.finish
+    for bucket in trainer.buckets.buckets:
+        for piece in bucket.pieces:
+            piece.outstanding = piece.gradients
+
+    def start_late() -> None:
+        start()
+        finish()
+
+    delayed.start, delayed.finish = lambda: None, start_late  # type: ignore[method-assign]
+
+
 def _one_document(batch: MicroBatch) -> MicroBatch:
     return replace(batch, lengths=(len(batch.tokens),))
 
@@ -424,10 +482,22 @@ ZERO_MUTATIONS = {
 }
 """Those that need sharded data parallelism (each a layout that has what it breaks)."""
 
+OFFLOAD_MUTATIONS = {
+    mutation.name: mutation
+    for mutation in (
+        Mutation("overwritten-on-host", "accumulation on the host overwrites", trainer=_overwritten_on_the_host),
+        Mutation("drop-copy-out", "the host updates with gradients that never came", trainer=_lost_on_the_way_out),
+        Mutation("drop-copy-in", "the device computes with parameters that never came", trainer=_lost_on_the_way_in),
+        Mutation("not-delayed", "a delayed update is made at once", trainer=_not_delayed),
+        Mutation("delayed-into-the-next", "an update reads what the step beside it writes", trainer=_delayed_twice),
+    )
+}
+"""Those that need ``offload``, the last two ``delayed_update`` too."""
+
 
 def find_mutation(name: str) -> Mutation:
     """The mutation of that name; raises `ConfigError` with the known ones."""
-    known = MUTATIONS | TENSOR_MUTATIONS | PIPELINE_MUTATIONS | ZERO_MUTATIONS
+    known = MUTATIONS | TENSOR_MUTATIONS | PIPELINE_MUTATIONS | ZERO_MUTATIONS | OFFLOAD_MUTATIONS
     if name not in known:
         raise ConfigError(f"mutation {name!r} is not known; {did_you_mean(name, known)}")
     return known[name]
