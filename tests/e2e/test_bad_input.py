@@ -138,7 +138,7 @@ def test_a_value_that_cannot_be(place: Path, short: dict[str, Any], change: str,
         ("tp=3", r"tp=3 must divide the model's 4 attention heads; use tp=1, 2 or 4"),
         ("pp=3", r"pp\*virtual=3 stages need as many layers, the model has 2; use at most pp=2"),
         ("ep=3", r"ep=3 must divide tp\*cp\*dp=1; use ep=1"),
-        ("offload=params", r"offload=params can be planned but not trained yet; train with .*, and leave offload out"),
+        ("offload=params", r"offload=params with zero=0: only ZeRO-3 .*; set zero=3, or use offload=optimizer"),
         ("precision=fp8", r"precision=fp8 can be planned but not trained; use fp32, bf16 or fp64"),
     ],
 )

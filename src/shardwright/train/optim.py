@@ -70,7 +70,7 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def update(self, lr: float) -> None:
-        """One update of all masters from the outstanding gradients, for the parameters to see at :meth:`publish`; sends nothing."""
+        """One update of all masters from the outstanding gradients; the parameters see it at :meth:`publish`."""
         self.step_count += 1
         for index, (_, piece) in enumerate(self.pieces):
             assert piece.outstanding is not None
