@@ -56,13 +56,19 @@ def mesh_of(env: RankEnv, config: RunConfig) -> Mesh:
 @torch.no_grad()
 def rig(trainer: Trainer) -> Trainer:
     """Token i with target 0 gets the loss ``LOSS_OF[i]``: the head sees one-hot rows, whose logits are chosen for it."""
-    for name, parameter in trainer.parameters.items():
-        parameter.fill_(1.0 if "norm" in name else 0.0)
     dim = trainer.config.model.dim
-    trainer.parameters["embedding.token.weight"].copy_(torch.eye(VOCAB, dim))
-    trainer.parameters["head.norm.weight"].fill_(dim**-0.5)
-    for token, loss in LOSS_OF.items():  # -log(e^a / (e^a + V - 1)) = loss
-        trainer.parameters["head.weight"][0, token] = math.log((VOCAB - 1) / math.expm1(loss))
+
+    def write(name: str, view: Tensor) -> None:
+        view.fill_(1.0 if "norm" in name else 0.0)
+        if name == "embedding.token.weight":
+            view.copy_(torch.eye(VOCAB, dim))
+        elif name == "head.norm.weight":
+            view.fill_(dim**-0.5)
+        elif name == "head.weight":
+            for token, loss in LOSS_OF.items():  # -log(e^a / (e^a + V - 1)) = loss
+                view[0, token] = math.log((VOCAB - 1) / math.expm1(loss))
+
+    trainer.fill_parameters(write)
     return trainer
 
 
