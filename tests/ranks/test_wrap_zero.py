@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ranks.kit import run_ranks
 from shardwright.comm.mesh import Mesh
 from shardwright.core.layout import Layout
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, RankError
 from shardwright.launch import RankEnv
 from shardwright.parallel.hooks import FunctionHook
 from shardwright.parallel.units import unit_of_parameters
@@ -209,6 +209,31 @@ def test_updates_are_published_and_gradients_add_up() -> None:
         for gradient, changed in zip(found[::2], found[1::2], strict=True):
             assert gradient.tolist() == ([3.0, 3.0] if rank == 0 else [3.0, 0.0])  # the mean of 1 and 2, twice
             assert changed
+
+
+class Fork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return (self.a(x) + self.b(x) if both else self.a(x)).sum()
+
+
+def forked(env: RankEnv, zero: int) -> list[float]:
+    mesh = Mesh.distributed(Layout.parse("dp=2"), env.rank, 5.0)
+    model = DataParallel(Fork(), mesh, zero=zero, loss_reduction="sum")
+    model(torch.ones(1, 3), env.rank == 1).backward()
+    whole = [group.gathered([group.pieces[0].gradients]) for group in model.buckets.buckets]
+    return sorted(float(gradient[: group.plan.numel].sum()) for gradient, group in zip(whole, model.buckets.buckets, strict=True))
+
+
+def test_a_branch_that_one_rank_does_not_take() -> None:
+    """ZF-09: its gradient is that of the others; a gather that others do not make ends with an error that names it."""
+    assert run_ranks(forked, 2, 2) == [[9.0], [9.0]]  # 2 x 3 of a, 3 of b
+    with pytest.raises(RankError, match=r"parameters\.|gradients\."):
+        run_ranks(forked, 2, 3)
 
 
 def test_what_cannot_be_is_refused() -> None:

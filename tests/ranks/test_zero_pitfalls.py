@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ranks.kit import run_ranks
 from ranks.test_loss_norm import VOCAB, apart, batch_of, make_config, mesh_of, not_finite, packed, rigged, stepped
+from shardwright.comm.mesh import Mesh
 from shardwright.launch import RankEnv
 from shardwright.ops.gradients import slot_of
 from shardwright.train.step import Trainer
@@ -50,7 +51,7 @@ def accumulated(env: RankEnv, stage: str) -> list[tuple[float, float]]:
     generator = torch.Generator().manual_seed(5)
     sequences = [torch.randint(VOCAB, (4 + i % 3,), generator=generator).tolist() for i in range(8)]
     batches = [batch_of(s, valid=len(s) - i % 2, first=8 * i, target=i % VOCAB) for i, s in enumerate(sequences)]
-    whole = Trainer(make_config("precision=fp64"), mesh_of(env, make_config()).solo())
+    whole = Trainer(make_config("precision=fp64"), Mesh.solo())
     expected = stepped(whole, [packed(batches)])[1]
     found = []
     for micro in (1, 2, 4):

@@ -64,6 +64,16 @@ def test_with_micro_batches_in_flight_every_use_finds_its_unit(schedule: str, re
     assert held == set()
 
 
+def test_with_a_pipeline_a_unit_is_gathered_once_a_step_unless_asked_otherwise() -> None:
+    counts = {
+        reshard: sum(len(use.gather) for use in planned(f"pp=2,microbatches=4{reshard}"))
+        for reshard in ("", ",reshard=after_backward", ",reshard=always", ",accumulate=reduce")
+    }
+    assert counts[""] == counts[",reshard=after_backward"] == len(UNITS) // 2
+    assert counts[""] <= counts[",accumulate=reduce"] < counts[",reshard=always"] == 8 * counts[""]
+    assert sum(len(use.gather) for use in planned("microbatches=4")) == 8 * len(UNITS)
+
+
 def test_a_tied_weight_stays_from_one_end_to_the_other() -> None:
     groups = [{"embedding", "head"}, {"blocks.0"}]
     uses = planned("reshard=after_backward,accumulate=reduce,microbatches=2", groups)

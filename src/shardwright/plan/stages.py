@@ -81,7 +81,7 @@ class ParameterTable:
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
-        dense = {"num_layers": 1, "sliding_layers": None, "moe": None}
+        dense = {"num_layers": 1, "sliding_layers": None, "moe": None, "attention_sinks": False, "swiglu_limit": None}
         twin = model if model.mla is None else _without_latent(model)
         self._twin = twin.model_copy(update=dense)
         self._count = lru_cache(maxsize=None)(self._count_units)
