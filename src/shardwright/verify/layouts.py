@@ -7,7 +7,7 @@ that training learns joins by itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from typing import Any
 
@@ -24,14 +24,13 @@ VOCABULARY, SEQUENCE = 321, 32
 """Odd, so that vocabulary rows do not divide over tp; and short, so that documents cross windows."""
 
 
-def small_model(model: ModelConfig) -> ModelConfig:
-    """The same switches with eight layers (four pipeline ranks with two stages each) and a width of 32.
+def small_model(model: ModelConfig, layers: int = 8) -> ModelConfig:
+    """The same switches with a width of 32 and a few layers (eight: four pipeline ranks with two stages each).
 
     Grouped heads stay grouped, one KV head stays one, a head width of its own stays one.
     """
     heads, kv = 8, {model.num_heads: 8, 1: 1}.get(model.num_kv_heads, 4)
     own_width = model.mla is None and model.head_dim * model.num_heads != model.dim
-    layers = 8
     changes: dict[str, Any] = {
         "name": f"small {model.name}",
         "vocab_size": VOCABULARY,
@@ -85,38 +84,47 @@ def _replicas(chosen: Mapping[str, Any]) -> bool:
     return bool(chosen.get("zero", 0) and chosen.get("dp", 1) * chosen.get("cp", 1) > 1)
 
 
+_FACTORS = [
+    Factor("tp", (1, 2, 4), root=True),
+    Factor("cp", (1, 2), root=True),
+    Factor("dp", (1, 2, 4), root=True),
+    Factor("pp", (1, 2, 4), root=True),
+    Factor("ep", (1, 2, 4), root=True),
+    Factor("zero", (0, 1, 2, 3), root=True),
+    Factor("schedule", SCHEDULES, _above_one("pp"), root=True),
+    Factor("microbatches", (1, 3, 4)),
+    Factor("micro_batch", (1, 2)),
+    Factor("recompute", CHOICES["recompute"]),
+    Factor("precision", ("fp64", "fp32")),
+    Factor("bucket_mb", (25.0, 0.01)),
+    Factor("sp", ("on", "off"), _above_one("tp")),
+    Factor("tp_overlap", (1, 3), _above_one("tp")),
+    Factor("cp_kind", CHOICES["cp_kind"], _above_one("cp")),
+    Factor("ep_overlap", (False, True), _above_one("ep")),
+    Factor("ep_deduplicate", (False, True), _above_one("ep")),
+    Factor("order", CHOICES["order"], _above_one("pp", "dp")),
+    Factor("stages", ("", "cost"), _above_one("pp")),
+    Factor("comm", ("auto", "gloo")),
+    Factor("dp_replicate", (1, 2), _replicas),
+    Factor("zero1_reduce", CHOICES["zero1_reduce"], _zero(1)),
+    Factor("accumulate", CHOICES["accumulate"], _zero(2, 3)),
+    Factor("reshard", CHOICES["reshard"], _zero(3)),
+    Factor("prefetch", (1, 0, 2), _zero(3)),
+]
+"""A layout's degrees and switches. The first value is the one that can always be."""
+
+
 def factors(model: ModelConfig, seq_len: int = SEQUENCE) -> list[Factor]:
-    """A layout's degrees and switches as factors, for ``model`` trained on sequences of ``seq_len`` tokens."""
+    """The factors for ``model`` trained on sequences of ``seq_len`` tokens: no experts, no ep; windows, Ulysses first."""
     windows = {model.layer_window(layer) for layer in range(model.num_layers)}
     short = any(window is not None and window < seq_len for window in windows)
-    kinds = CHOICES["cp_kind"][::-1] if short else CHOICES["cp_kind"]  # the one that has windows first
-    return [
-        Factor("tp", (1, 2, 4), root=True),
-        Factor("cp", (1, 2), root=True),
-        Factor("dp", (1, 2, 4), root=True),
-        Factor("pp", (1, 2, 4), root=True),
-        Factor("ep", (1, 2, 4) if model.moe is not None else (1,), root=True),
-        Factor("zero", (0, 1, 2, 3), root=True),
-        Factor("schedule", SCHEDULES, _above_one("pp"), root=True),
-        Factor("microbatches", (1, 3, 4)),
-        Factor("micro_batch", (1, 2)),
-        Factor("recompute", CHOICES["recompute"]),
-        Factor("precision", ("fp64", "fp32")),
-        Factor("bucket_mb", (25.0, 0.01)),
-        Factor("sp", ("on", "off"), _above_one("tp")),
-        Factor("tp_overlap", (1, 3), _above_one("tp")),
-        Factor("cp_kind", kinds, _above_one("cp")),
-        Factor("ep_overlap", (False, True), _above_one("ep")),
-        Factor("ep_deduplicate", (False, True), _above_one("ep")),
-        Factor("order", CHOICES["order"], _above_one("pp", "dp")),
-        Factor("stages", ("", "cost"), _above_one("pp")),
-        Factor("comm", ("auto", "gloo")),
-        Factor("dp_replicate", (1, 2), _replicas),
-        Factor("zero1_reduce", CHOICES["zero1_reduce"], _zero(1)),
-        Factor("accumulate", CHOICES["accumulate"], _zero(2, 3)),
-        Factor("reshard", CHOICES["reshard"], _zero(3)),
-        Factor("prefetch", (1, 0, 2), _zero(3)),
-    ]
+    known = {field.name for field in fields(Layout)}
+    found = [factor for factor in _FACTORS if factor.name in known]
+    if short:
+        found = [replace(f, values=f.values[::-1]) if f.name == "cp_kind" else f for f in found]
+    if model.moe is None:
+        found = [replace(f, values=(1,)) if f.name == "ep" else f for f in found]
+    return found
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,18 @@ class _Checker:
         return None
 
 
+def shown_values(layout: Layout) -> set[str]:
+    """``tp=2``, ``schedule=1f1b`` and so on: every factor's value that has a meaning in this layout."""
+    chosen: dict[str, Any] = {name: getattr(layout, name) for name in (*DEGREES, "zero", "schedule")}
+    found = set()
+    for factor in _FACTORS:
+        if factor.applies(chosen):
+            value = getattr(layout, factor.name)
+            value = ("on" if layout.sequence_parallel else "off") if factor.name == "sp" else value
+            found.add(f"{factor.name}={value}")
+    return found
+
+
 def plan_layouts(config: RunConfig, most_ranks: int = 8, least: int = 60, seed: int = 0) -> Plan:
     """Every pair of values that can be; every three axes at once with every ZeRO stage; all axes at once.
 
@@ -165,7 +185,7 @@ def plan_layouts(config: RunConfig, most_ranks: int = 8, least: int = 60, seed: 
     usable = [axis for axis in DEGREES if cover.refusal({axis: 2, **({"dp": 2} if axis == "ep" else {})}) is None]
     found = cover.compute(_together(usable), least)
     layouts = [checker.layout(assignment) for assignment in found.assignments]
-    whole = Layout(**dict.fromkeys(usable, 2), zero=2, microbatches=2, schedule="zb_h1", recompute="full", precision="fp64")
+    whole = Layout(zero=2, microbatches=2, schedule="zb_h1", recompute="full", precision="fp64").with_(**dict.fromkeys(usable, 2))
     if whole not in layouts and _Checker(config, 16)(dict.fromkeys(usable, 2)) is None:
         layouts.append(whole)
     return Plan(layouts, found.num_pairs, found.refused)
