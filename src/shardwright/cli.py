@@ -158,7 +158,9 @@ def tokenize(
     out: Annotated[Path, typer.Option(help="Folder of the dataset.")],
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or a folder with one; else one is trained.")] = None,
     vocab_size: Annotated[int, typer.Option(min=1, help="Vocabulary of a trained tokenizer.")] = 4096,
-    field: Annotated[str, typer.Option(help="Name of the text in .jsonl and .parquet records.")] = "text",
+    field: Annotated[str | None, typer.Option(help="Name of the text (or the messages) in .jsonl and .parquet records.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Lines hold conversations; only answers are to be learned.")] = False,
+    chat_template: Annotated[str | None, typer.Option(help="chatml, or a file; else the tokenizer's template.")] = None,
     valid_fraction: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of documents held out.")] = 0.02,
     as_json: Json = False,
 ) -> None:
@@ -170,7 +172,9 @@ def tokenize(
 
     console = Console(quiet=as_json)
     with tokenise_progress(console, quiet=as_json) as progress:
-        info = tokenize_sources(sources, out, tokenizer, vocab_size, field, valid_fraction, progress)
+        name = field or ("messages" if chat else "text")
+        options: dict[str, Any] = {"chat": chat, "template": chat_template}
+        info = tokenize_sources(sources, out, tokenizer, vocab_size, name, valid_fraction, progress, **options)
     if as_json:
         _print_json({"out": str(out), **asdict(info)})
         return

@@ -289,6 +289,7 @@ def verify_matrix(
         on_row(len(rows), len(keys), row)
     runner = Runner(prepare_data(small), steps, config.train.timeout_s)
     with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
+        file.write("\n" if file.tell() else "")  # the last line may be torn
         for chosen in _by_world([(key, one) for key, one in zip(keys, configs, strict=True) if key not in rows]):
 
             def keep(index: int, answer: Verification | str, seconds: float, chosen: Any = chosen) -> None:
