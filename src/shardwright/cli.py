@@ -94,37 +94,39 @@ def train(
         console.print(f"nothing to do: step {summary['steps']} of {settings.train.steps} was done; raise train.steps")
 
 
-@app.command(epilog="Example: shardwright verify examples/tiny.toml --layout dp=2")
+@app.command(epilog="Example: shardwright verify examples/tiny.toml --layout dp=2; verify examples/tiny.toml --matrix")
 def verify(
     config: ConfigPath,
     layout: LayoutText = None,
     sets: Sets = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 3,
-    mutate: Annotated[str | None, typer.Option(help="Break one thing on purpose and see verification fail.")] = None,
+    mutate: Annotated[
+        str | None, typer.Option(help="Break this one thing and see verification fail; without a name, each thing in turn.")
+    ] = None,
+    matrix: Annotated[bool, typer.Option("--matrix", help="A covering set of layouts of the model made small.")] = False,
+    most_ranks: Annotated[int, typer.Option(min=1, help="Most ranks of a layout (all axes at once may take 16).")] = 8,
+    least: Annotated[int, typer.Option(min=1, help="Least number of layouts of --matrix.")] = 60,
+    out: Annotated[Path | None, typer.Option(help="Folder of --matrix: results that are resumed, and report.html.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a layout with one process: loss, every gradient, every updated parameter, every byte."""
     settings = RunConfig.load(config, sets or (), layout)
     _warm_up()
-    from shardwright.train.display import tokenise_progress
-    from shardwright.train.loop import check_start
-    from shardwright.verify.mutate import find_mutation
-    from shardwright.verify.parity import verify as run
-    from shardwright.verify.report import verification_table
+    from shardwright.verify import command
 
-    if mutate is not None:
-        find_mutation(mutate)
-    check_start(settings)
-    quiet = as_json or not _is_main()
-    console = Console(quiet=quiet)
-    with tokenise_progress(console, quiet=quiet) as progress:
-        result = run(settings, steps, mutation=mutate, progress=progress)
-    if as_json and _is_main():
-        _print_json(result.to_json())
+    console = Console(quiet=as_json or not _is_main())
+    folder = out or Path(settings.train.run_dir).parent / "verify"
+    if matrix:
+        if mutate is not None or layout is not None:
+            raise typer.BadParameter("--matrix chooses its layouts and breaks nothing; leave --layout and --mutate out")
+        answer = command.matrix(settings, folder, steps, most_ranks, least, console)
+    elif mutate == command.EVERYTHING:
+        answer = command.mutations(settings, folder, steps, console)
     else:
-        console.print(verification_table(result))
-        console.print("[bold green]passed[/]" if result.passed else "[bold red]failed[/]")
-    raise typer.Exit(0 if result.passed else 1)
+        answer = command.one_layout(settings, steps, mutate, console)
+    if as_json and _is_main():
+        _print_json(answer)
+    raise typer.Exit(0 if answer["passed"] else 1)
 
 
 @app.command(epilog='Example: shardwright generate runs/demo/checkpoints/step-300 --prompt "def main("')
@@ -156,7 +158,9 @@ def tokenize(
     out: Annotated[Path, typer.Option(help="Folder of the dataset.")],
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or a folder with one; else one is trained.")] = None,
     vocab_size: Annotated[int, typer.Option(min=1, help="Vocabulary of a trained tokenizer.")] = 4096,
-    field: Annotated[str, typer.Option(help="Name of the text in .jsonl and .parquet records.")] = "text",
+    field: Annotated[str | None, typer.Option(help="Name of the text (or the messages) in .jsonl and .parquet records.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Lines hold conversations; only answers are to be learned.")] = False,
+    chat_template: Annotated[str | None, typer.Option(help="chatml, or a file; else the tokenizer's template.")] = None,
     valid_fraction: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of documents held out.")] = 0.02,
     as_json: Json = False,
 ) -> None:
@@ -168,7 +172,9 @@ def tokenize(
 
     console = Console(quiet=as_json)
     with tokenise_progress(console, quiet=as_json) as progress:
-        info = tokenize_sources(sources, out, tokenizer, vocab_size, field, valid_fraction, progress)
+        name = field or ("messages" if chat else "text")
+        options: dict[str, Any] = {"chat": chat, "template": chat_template}
+        info = tokenize_sources(sources, out, tokenizer, vocab_size, name, valid_fraction, progress, **options)
     if as_json:
         _print_json({"out": str(out), **asdict(info)})
         return
@@ -304,7 +310,7 @@ def main() -> int:
     """Run the command line and return its exit code; errors of ours are one message on stderr, no traceback."""
     code = 0
     try:
-        code = app(prog_name="shardwright", standalone_mode=False) or 0
+        code = app(_with_names(sys.argv[1:]), prog_name="shardwright", standalone_mode=False) or 0
     except _UsageError as error:
         if message := _usage_message(error):
             print(message, file=sys.stderr)
@@ -317,6 +323,14 @@ def main() -> int:
     if code == 130:
         print("interrupted", file=sys.stderr)
     return code
+
+
+def _with_names(words: list[str]) -> list[str]:
+    """``--mutate`` without a name means all of them."""
+    named: list[str] = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        named += [word, "all"] if word == "--mutate" and following.startswith("-") else [word]
+    return named
 
 
 def _usage_message(error: Any) -> str:

@@ -16,22 +16,18 @@ from hypothesis import strategies as st
 
 from shardwright.errors import DataError
 from shardwright.train.data import (
-    IGNORE,
     Blend,
     EvalSampler,
     MicroBatch,
     Prefetcher,
     TrainSampler,
-    Window,
-    WindowDataset,
     collate,
-    mix,
     open_blend,
-    shuffled,
 )
 from shardwright.train.indexed import IndexedDataset, IndexedWriter
 from shardwright.train.text import tokenize
 from shardwright.train.tokenizer import train_tokenizer
+from shardwright.train.windows import IGNORE, Window, WindowDataset, mix, shuffled
 
 
 @pytest.fixture(scope="module")

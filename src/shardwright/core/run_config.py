@@ -34,8 +34,10 @@ class Source(Section):
     path: str
     weight: float = Field(default=1.0, gt=0)
     """Share of the samples, in proportion to the other sources'."""
-    field: str = "text"
-    """Name of the text in a .jsonl or .parquet record."""
+    format: Literal["text", "chat"] = "text"
+    """``chat``: a .jsonl file with a list of messages (``role``, ``content``) in each line; only answers are learned."""
+    field: str = Field(default_factory=lambda data: "messages" if data.get("format") == "chat" else "text")
+    """Name of the text, or of the messages, in a .jsonl or .parquet record."""
     valid_path: str | None = None
     """Held-out tokens for an indexed dataset without a validation part of its own."""
 
@@ -45,6 +47,8 @@ class DataConfig(Section):
     seq_len: int = Field(default=256, ge=2)
     tokenizer: str | None = None
     """A tokenizer.json or a folder with one; None trains a BPE tokenizer of the model's vocabulary on the text."""
+    chat_template: str | None = None
+    """``chatml`` or a file with a Jinja2 template, for sources with ``format = "chat"``; None takes the tokenizer's."""
     cache: str | None = None
     """Folder of tokenised datasets; None puts it beside the run folder."""
     valid_fraction: float = Field(default=0.02, ge=0, lt=1)

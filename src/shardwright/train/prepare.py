@@ -16,6 +16,7 @@ from pathlib import Path
 
 from shardwright.core.run_config import RunConfig, Source
 from shardwright.errors import ConfigError, DataError
+from shardwright.train.chat import ChatTemplate
 from shardwright.train.indexed import idx_path
 from shardwright.train.text import (
     DatasetInfo,
@@ -70,7 +71,7 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Prepare
             path, info = source.path, None
             if source in texts:
                 assert tokenizer is not None
-                path, info = _tokenised(config, source, tokenizer, cache, progress)
+                path, info = _tokenised(config, source, tokenizer, folder, cache, progress)
             elif Path(path, "dataset.json").is_file():
                 info = load_dataset_info(path)
                 check_vocabulary(info.vocab_size, config.model.vocab_size, from_scratch=from_scratch)
@@ -83,14 +84,21 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Prepare
     return PreparedData(tuple(train), tuple(valid), folder, tuple(infos))
 
 
+def chat_template(source: Source, tokenizer_folder: Path | None, given: str | None) -> ChatTemplate | None:
+    """What writes the conversations of ``source``; None for plain text. A DataError where there is no template."""
+    return ChatTemplate.load(tokenizer_folder, given) if source.format == "chat" else None
+
+
 def _tokenised(
-    config: RunConfig, source: Source, tokenizer: Tokenizer, cache: Path, progress: Progress | None
+    config: RunConfig, source: Source, tokenizer: Tokenizer, folder: Path | None, cache: Path, progress: Progress | None
 ) -> tuple[str, DatasetInfo]:
     """The dataset folder of one source of text, made now or earlier."""
     fraction = config.data.valid_fraction
-    out = cache / _key(source.path, source.field, str(fraction), tokenizer.sha256)
+    chat = chat_template(source, folder, config.data.chat_template)
+    parts = [] if chat is None else [chat.source]
+    out = cache / _key(source.path, source.field, str(fraction), tokenizer.sha256, *parts)
     paths = _paths(source, cache)
-    info = tokenize(paths, out, tokenizer, field=source.field, valid_fraction=fraction, progress=progress)
+    info = tokenize(paths, out, tokenizer, field=source.field, valid_fraction=fraction, chat=chat, progress=progress)
     return str(out), info
 
 
@@ -192,6 +200,8 @@ def _sample(texts: Sequence[Source], cache: Path) -> Iterator[str]:
         random.Random(0).shuffle(files)
         left = TOKENIZER_SAMPLE_CHARS // len(texts)
         for document in _documents(files, source):
+            if source.format == "chat":
+                document = "\n".join(message["content"] for message in json.loads(document))
             yield document[:left]
             left -= len(document)
             if left <= 0:
@@ -200,7 +210,7 @@ def _sample(texts: Sequence[Source], cache: Path) -> Iterator[str]:
 
 def _documents(files: Sequence[Path], source: Source) -> Iterator[str]:
     named = [Path(source.path)] if Path(source.path).is_file() else []
-    return read_documents(files, source.field, TextCounts(), named=named)
+    return read_documents(files, source.field, TextCounts(), named=named, chat=source.format == "chat")
 
 
 def _write_sentences(path: Path) -> None:
@@ -231,14 +241,23 @@ def tokenize_sources(
     field: str,
     valid_fraction: float,
     progress: Progress | None = None,
+    *,
+    chat: bool = False,
+    template: str | None = None,
 ) -> DatasetInfo:
-    """``shardwright tokenize``: text of ``sources`` to the dataset folder ``out``; trains a tokenizer if none is given."""
-    texts = [Source(path=source, field=field) for source in sources]
+    """``shardwright tokenize``: text of ``sources`` to the dataset folder ``out``; trains a tokenizer if none is given.
+
+    With ``chat`` each line holds a conversation, written by ``template`` (as ``data.chat_template``).
+    """
+    texts = [Source(path=source, field=field, format="chat" if chat else "text") for source in sources]
     found = None if tokenizer is None else load_tokenizer(tokenizer)
     check_texts(texts)
     with _writing(out, "--out FOLDER"):
         if found is None:
             if progress is not None:
                 progress(0, 0, "training the tokenizer")
-            found = train_tokenizer(_sample(texts, out), vocab_size, out / "tokenizer")
-        return tokenize(sources, out, found, field=field, valid_fraction=valid_fraction, progress=progress)
+            tokenizer = out / "tokenizer"
+            found = train_tokenizer(_sample(texts, out), vocab_size, tokenizer)
+        assert tokenizer is not None
+        written = chat_template(texts[0], tokenizer if tokenizer.is_dir() else tokenizer.parent, template)
+        return tokenize(sources, out, found, field=field, valid_fraction=valid_fraction, chat=written, progress=progress)

@@ -497,7 +497,10 @@ OFFLOAD_MUTATIONS = {
 
 def find_mutation(name: str) -> Mutation:
     """The mutation of that name; raises `ConfigError` with the known ones."""
+    from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS  # made of what is here
+
     known = MUTATIONS | TENSOR_MUTATIONS | PIPELINE_MUTATIONS | ZERO_MUTATIONS | OFFLOAD_MUTATIONS
+    known = known | VALUE_MUTATIONS | PLACE_MUTATIONS
     if name not in known:
         raise ConfigError(f"mutation {name!r} is not known; {did_you_mean(name, known)}")
     return known[name]

@@ -296,7 +296,7 @@ def verify(
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Verification:
     """Run ``config.layout`` on real ranks and compare it with one process; parameters are compared under SGD in fp32."""
-    config = _comparable(config)
+    config = comparable(config)
     data = prepare_data(config, progress)
     layout = config.layout
     traces: list[Trace] = launch(
@@ -393,7 +393,7 @@ def _swap(found: tuple[float, str], tolerance: float) -> tuple[float, float, str
     return found[0], tolerance, found[1]
 
 
-def _comparable(config: RunConfig) -> RunConfig:
+def comparable(config: RunConfig) -> RunConfig:
     """SGD where Adam would magnify rounding: in fp64 the run's own optimizer is kept."""
     if config.layout.precision == "fp64" or config.optim.name == "sgd":
         return config
