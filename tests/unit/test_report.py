@@ -18,6 +18,7 @@ from rich.console import Console, RenderableType
 from shardwright.core.ledger import BucketTiming, Ledger
 from shardwright.train.curves import plot_curves
 from shardwright.train.display import TrainDisplay, tokenise_progress
+from shardwright.train.experts import WINDOW, ExpertHistory, balance_record, expert_table, read_experts, spread
 from shardwright.train.metrics import MetricsWriter
 from shardwright.train.report import bucket_table, final_report, ledger_table, memory_table, summary_panel
 from shardwright.train.units import format_bytes, format_count, format_duration, format_seconds, sparkline
@@ -372,3 +373,42 @@ def test_no_torch_and_nothing_heavy_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# ------------------------------------------------------------------------------------------------- experts
+
+
+def test_spread_of_choices() -> None:
+    even, skewed, nothing = spread([5, 5, 5, 5]), spread([90, 10, 0, 0]), spread([0, 0])
+    assert (even.max_over_mean, even.dead, skewed.max_over_mean, skewed.dead) == (1.0, 0, 3.6, 2)
+    assert even.entropy == pytest.approx(1.0) and spread([7, 0, 0, 0]).entropy == 0.0
+    assert skewed.entropy == pytest.approx(-(0.9 * math.log(0.9) + 0.1 * math.log(0.1)) / math.log(4))
+    assert (nothing.max_over_mean, nothing.dead) == (1.0, 2)
+    record = balance_record([[5, 5, 5, 5], [20, 0, 0, 0]], [2, 2], [1, 0])
+    assert record == {
+        "expert_max_over_mean": 4.0, "expert_entropy": 0.0, "dead_experts": 3, "dropped_share": 0.1, "rerouted_share": 0.025,
+    }  # fmt: skip
+
+
+def test_the_end_report_shows_the_experts(tmp_path: Path) -> None:
+    history = ExpertHistory((1, 3))
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        for step in range(1, 50):
+            counts = [[40, 40, 40, 40], [160 - step, step, 0, 0]]
+            history.add(counts)
+            writer.write(record(step) | {"aux_loss": 0.1} | balance_record(counts, [8, 8], [0, 0]))
+    history.write(tmp_path)
+    table = read_experts(tmp_path)
+    assert table is not None and table["window"] == WINDOW and table["layers"] == [1, 3]
+    assert table["first"][1][1] == sum(range(1, 21)) and table["last"][1][1] == sum(range(30, 50))
+    heat = shown(expert_table(table))
+    assert line_with(heat, "1.00").split()[1] == "▒" * 8 and "█" in line_with(heat, "3.01")
+    console = Console(file=io.StringIO(), width=100)
+    pictures = final_report(console, tmp_path)
+    assert {path.name for path in pictures} >= {"experts.png", "experts.svg"}
+    text = output(console)
+    assert "busiest 3.98 → 2.77 times the mean" in text and "4 experts got no token" not in text
+    assert "2 experts got no token" in text and "5.0% of choices" in text and "Tokens of each expert" in text
+    assert matplotlib.image.imread(tmp_path / "experts.png").shape[1] > 600
+    (tmp_path / "experts.json").write_text("{")
+    assert read_experts(tmp_path) is None

@@ -30,6 +30,7 @@ GPT2 = {
 }  # fmt: skip
 QWEN3 = {"family": "qwen3", "qk_norm": True, "head_dim": 8}
 EXPERTS = ["tiny-moe", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3"]
+MOE = {"num_experts": 4, "top_k": 2, "expert_dim": 6, "bias_correction": True, "num_shared_experts": 1}
 DATA, ALL = ("cp", "dp"), ("tp", "cp", "dp")
 
 
@@ -158,6 +159,32 @@ def test_members_of_some_units_and_of_a_tied_head() -> None:
     assert Counter(unit for m in last for unit in m.units)["head"] == 3  # norm weight and bias, and the tied weight
     assert next(m for m in last if m.name == "embedding.token.weight").units == ("head",)
     assert not any(m.name.startswith("blocks.0.") for m in last)
+
+
+def test_experts_see_the_ranks_of_a_stage_another_way() -> None:
+    table = specs(moe=MOE)
+    layout = Layout.parse("tp=2,dp=4,pp=2,ep=4")
+    experts = table["blocks.0.moe.experts.up.weight"]
+    assert experts.shape == (4, 12, 16) and experts.reduce_axes(layout) == ("edp",)
+    first = [part[0].start for part in slices_of_all(experts, layout)]
+    assert first == [0, 1, 2, 3] * 4  # ep innermost over tp, then dp; the same on every stage
+    assert table["blocks.0.moe.router.weight"].reduce_axes(layout) == ALL
+    assert table["blocks.0.moe.shared.up.weight"].reduce_axes(layout) == DATA
+    members = {m.name: m for m in bucket_members(ModelConfig(**SMALL, moe=MOE), layout, layout.grid.coordinates(3))}
+    assert members["blocks.1.moe.experts.down.weight"].shape == (1, 16, 6)
+    assert members["blocks.1.moe.experts.down.weight"].shard_axes == ("ep",)
+    assert "blocks.0.moe.router.correction" in table and not any("correction" in name for name in members)
+
+
+def test_latent_attention_is_split_by_heads() -> None:
+    mla = {"kv_lora_rank": 8, "q_lora_rank": 6, "nope_head_dim": 6, "rope_head_dim": 2, "v_head_dim": 4}
+    table = parameter_specs(ModelConfig(**{**SMALL, "num_kv_heads": 4}, mla=mla))
+    layout, place = Layout.parse("tp=2"), {"tp": 1}
+    shapes = {name.removeprefix("blocks.0.attention."): spec.local_shape(layout, place) for name, spec in table.items()}
+    assert shapes["q_down.weight"] == (6, 16) and shapes["kv_down.weight"] == (10, 16)
+    assert shapes["q_up.weight"] == (16, 6) and shapes["kv_up.weight"] == (20, 8) and shapes["out.weight"] == (16, 8)
+    for name, axes in (("kv_down", ALL), ("q_norm", ALL), ("kv_up", DATA), ("out", DATA)):  # held whole in the region: summed
+        assert table[f"blocks.0.attention.{name}.weight"].reduce_axes(Layout.parse("tp=2,sp=off")) == axes
 
 
 def test_what_cannot_be_run_is_refused_by_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from shardwright.comm.mesh import Mesh
 from shardwright.core.buckets import Member, plan_buckets
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import ring_bytes
-from shardwright.core.model_config import ModelConfig
+from shardwright.core.model_config import ModelConfig, MoEConfig
 from shardwright.core.presets import preset
 from shardwright.core.run_config import OptimConfig
+from shardwright.ops.capacity import capacities
 from shardwright.ops.kernels import swiglu
 from shardwright.ops.linear import fused_linear, linear
 from shardwright.parallel.data import GradientBuckets
@@ -128,7 +130,25 @@ def test_work_of_one_served_token(examples: dict[str, Any]) -> None:
     assert model.num_active_parameters() == pytest.approx(given["active_parameters"], rel=0.03)
     gflop = model.flops_per_token(1, backward=False) / 1e9
     assert gflop == pytest.approx(example["gflop_per_token_active"], rel=0.03)
-    assert model.num_parameters() * given["bytes"] / 1e9 == pytest.approx(example["weights_gb"], rel=0.01)
+    weights = model.num_parameters() * given["bytes"] / 1e9
+    assert weights == pytest.approx(example["weights_gb"], rel=0.01)
+    assert math.ceil(weights / given["gpu_gb"]) == example["least_gpus"]
+    assert 2 * model.num_parameters() / 1e9 == pytest.approx(example["gflop_per_token_all"], rel=0.01)
+
+
+def test_rows_and_capacity_of_an_expert(examples: dict[str, Any]) -> None:
+    given = examples["moe_serving"]["tokens_per_expert"]
+    moe = MoEConfig(num_experts=given["experts"], top_k=given["top_k"], expert_dim=8)
+    assert moe.mean_tokens(given["tokens"]) == given["value"]
+    rule = examples["moe_serving"]["switch_capacity"].split(",")[0]
+    assert rule == "ceil(top_k * tokens / experts * capacity_factor)"
+    for tokens, top_k, experts, factor, expected in ((256, 2, 64, 1.25, 10), (100, 1, 8, 1.0, 13), (64, 4, 16, 1.1, 18)):
+        names = {"top_k": top_k, "tokens": tokens, "experts": experts, "capacity_factor": factor, "ceil": math.ceil}
+        assert eval(rule, names) == expected
+        moe = MoEConfig(num_experts=experts, top_k=top_k, expert_dim=8)
+        assert moe.capacity(tokens, factor) == expected
+        sequence = torch.zeros(tokens, dtype=torch.int64)
+        assert capacities(sequence, 1, top_k, experts, factor).tolist() == [expected]
 
 
 @pytest.mark.parametrize("num_stages", [1, 4, 8])

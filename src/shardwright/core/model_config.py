@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -104,6 +105,14 @@ class MoEConfig(_Shape):
     aux_coefficient: Annotated[float, Field(ge=0)] = 0.0
     bias_correction: bool = False
     router_bias: bool = False
+
+    def mean_tokens(self, num_tokens: int) -> float:
+        """Rows per expert when ``num_tokens`` tokens are spread evenly."""
+        return num_tokens * self.top_k / self.num_experts
+
+    def capacity(self, num_tokens: int, factor: float) -> int:
+        """Rows that each expert takes of a sequence of ``num_tokens`` tokens: the mean times ``factor``, rounded up."""
+        return ceil(self.mean_tokens(num_tokens) * factor - 1e-9)  # less what rounding may have added
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -32,6 +32,7 @@ from shardwright.launch import RankEnv, device_for, init_process_group, launch, 
 from shardwright.plan.collectives import predict_step
 from shardwright.train.data import Blend, EvalSampler, Prefetcher, TrainSampler, open_blend
 from shardwright.train.display import TrainDisplay
+from shardwright.train.experts import ExpertHistory, balance_record
 from shardwright.train.metrics import MetricsWriter, bits_per_byte, peak_memory_bytes
 from shardwright.train.peak import peak_flops
 from shardwright.train.prepare import PreparedData, prepare_data
@@ -208,6 +209,8 @@ class Run:
         self.peak_flops = peak_flops(config, device)
         self.last_ledger = Ledger()
         self.valid_loss: float | None = None
+        balancer = self.trainer.balancer
+        self.experts = None if balancer is None else ExpertHistory(balancer.layers)
 
     # -- the loop ------------------------------------------------------------------------------------------
 
@@ -241,6 +244,8 @@ class Run:
                     profiler.step()
         if writer is not None:
             writer.close()
+            if self.experts is not None:
+                self.experts.write(self.run_dir)
         return self._summary(losses, stopped) | self._pipeline()
 
     def _record(self, result: StepResult, seconds: float, waited: float, evaluated: bool) -> dict[str, Any]:
@@ -265,6 +270,11 @@ class Run:
             "peak_memory_bytes": peak_memory_bytes(self._cuda_peak()),
             "skipped": result.skipped,
         }
+        if result.balance is not None and self.experts is not None:
+            balance = result.balance
+            record["aux_loss"] = balance.aux_loss
+            record |= balance_record(balance.counts, balance.dropped, balance.rerouted)
+            self.experts.add(balance.counts)
         if evaluated and self.valid_loss is not None:
             record["valid_loss"] = self.valid_loss
             record["bits_per_byte"] = self._bits_per_byte()

@@ -39,6 +39,12 @@ TENSORBOARD_TAGS: Mapping[str, str] = {
     "exposed_tail_seconds": "speed/exposed_tail_seconds",
     "rank_skew_seconds": "speed/rank_skew_seconds",
     "peak_memory_bytes": "memory/peak_bytes",
+    "aux_loss": "experts/aux_loss",
+    "expert_max_over_mean": "experts/max_over_mean",
+    "expert_entropy": "experts/entropy",
+    "dead_experts": "experts/without_tokens",
+    "dropped_share": "experts/dropped_share",
+    "rerouted_share": "experts/rerouted_share",
 }
 
 
@@ -74,6 +80,18 @@ class StepRecord(TypedDict):
     """Waited for gradient buckets after the last backward."""
     skipped: NotRequired[bool]
     """The update was not applied (gradients were not finite)."""
+    aux_loss: NotRequired[float]
+    """What routers add to the loss (it is not in ``loss``): balance and z-loss, with their weights."""
+    expert_max_over_mean: NotRequired[float]
+    """Tokens of the busiest expert over the mean of its layer, in the worst layer."""
+    expert_entropy: NotRequired[float]
+    """Entropy of the choices of experts over that of even choices, in the worst layer: 1 is even."""
+    dead_experts: NotRequired[int]
+    """Experts without a token in this step, over all layers."""
+    dropped_share: NotRequired[float]
+    """Choices that found no room in their expert, over all choices; they were left out."""
+    rerouted_share: NotRequired[float]
+    """Choices that went to another expert, which had room, over all choices."""
 
 
 # ------------------------------------------------------------------------------------------------- numbers

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from shardwright.core.ledger import BucketTiming, Ledger, LedgerEntry
 from shardwright.train.curves import plot_curves
+from shardwright.train.experts import expert_table, plot_experts, read_experts
 from shardwright.train.metrics import METRICS_FILE, read_metrics, series
 from shardwright.train.units import format_bytes, format_count, format_duration, format_seconds, sparkline
 
@@ -235,7 +236,9 @@ def summary_panel(records: Sequence[Record], *, width: int = 44) -> Panel:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    for name, value in [*_progress_lines(records), *_loss_lines(records, width), *_speed_lines(records)]:
+    for name, value in [
+        *_progress_lines(records), *_loss_lines(records, width), *_expert_lines(records), *_speed_lines(records)
+    ]:
         grid.add_row(name, value)
     return Panel(grid, title="[bold]Training[/bold]", title_align="left", border_style="dim", expand=False)
 
@@ -279,6 +282,24 @@ def _loss_lines(records: Sequence[Record], width: int) -> list[Line]:
         lines.append((name, text))
         if key == "loss":
             lines.append(("", Text(curve, style="cyan")))
+    return lines
+
+
+def _expert_lines(records: Sequence[Record]) -> list[Line]:
+    """How evenly tokens were spread over experts, at the start and now, and what was dropped."""
+    busiest, entropy = (series(records, key)[1] for key in ("expert_max_over_mean", "expert_entropy"))
+    if not busiest or not entropy:
+        return []
+    text = Text(f"busiest {busiest[0]:.2f} → ").append(f"{busiest[-1]:.2f}", style="bold")
+    text.append(f" times the mean, entropy {entropy[0]:.3f} → ").append(f"{entropy[-1]:.3f}", style="bold")
+    lines: list[Line] = [("experts", text.append(" (worst layer)", style="dim"))]
+    dead = series(records, "dead_experts")[1]
+    if dead and dead[-1]:
+        lines.append(("", Text(f"{dead[-1]:,.0f} experts got no token in the last step", style="yellow")))
+    for name, key in (("dropped", "dropped_share"), ("rerouted", "rerouted_share")):
+        values = series(records, key)[1]
+        if any(values):
+            lines.append((name, f"{values[-1]:.1%} of choices in the last step, {sum(values) / len(values):.1%} on average"))
     return lines
 
 
@@ -342,8 +363,12 @@ def final_report(
     pictures: list[Path] = []
     if (run_dir / METRICS_FILE).is_file():
         records = read_metrics(run_dir)
-        pictures = plot_curves(run_dir, records)
+        pictures = [*plot_curves(run_dir, records), *plot_experts(run_dir)]
         console.print(summary_panel(records))
+    experts = read_experts(run_dir)
+    if experts is not None:
+        console.print(expert_table(experts))
+        console.print()
     if pipeline is not None:
         console.print(pipeline_table(pipeline))
         console.print()
