@@ -118,14 +118,21 @@ def _late_rate(trainer: Trainer) -> None:
 
 def _round_parameters(trainer: Trainer) -> None:
     def rounded() -> None:
-        for bucket in trainer.buckets.buckets:
-            bucket.master.copy_(bucket.master.bfloat16())
+        for _, piece in trainer.optimizer.pieces:
+            piece.master.copy_(piece.master.bfloat16())
 
     _around_update(trainer, lambda lr: lr, rounded)
 
 
 def _skip_bucket(trainer: Trainer) -> None:
-    trainer.optimizer._ranges[-1].clear()
+    optimizer, update = trainer.optimizer, trainer.optimizer._update_piece
+    last = len(optimizer.pieces) - 1
+
+    def all_but_last(index: int, gradients: Tensor, lr: float) -> None:
+        if index != last:
+            update(index, gradients, lr)
+
+    optimizer._update_piece = all_but_last  # type: ignore[method-assign]
 
 
 def _old_gradients(trainer: Trainer) -> None:
