@@ -81,10 +81,20 @@ class Comm(ABC):
         return output
 
     @abstractmethod
+    def all_to_all_start(
+        self, output: Tensor, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
+    ) -> Work:
+        """Rows ``send_sizes[r]`` of ``tensor`` go to rank r; ``receive_sizes[r]`` rows come from it into ``output``, in rank
+        order. Sizes may be 0. Both tensors must stay until ``wait``.
+        """
+
     def all_to_all(
         self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
     ) -> Tensor:
-        """Rows ``send_sizes[r]`` of ``tensor`` go to rank r; ``receive_sizes[r]`` rows come from it. Sizes may be 0."""
+        """As :meth:`all_to_all_start`; returns the rows that came."""
+        output = tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
+        self.all_to_all_start(output, tensor.contiguous(), send_sizes, receive_sizes, name=name).wait()
+        return output
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int = 0, *, name: str) -> Tensor:

@@ -142,13 +142,11 @@ class DistComm(Comm):
         except RuntimeError as error:
             raise _peer_error(what, error) from error
 
-    def all_to_all(
-        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
-    ) -> Tensor:
-        output = tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
+    def all_to_all_start(
+        self, output: Tensor, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
+    ) -> Work:
         sizes = (list(receive_sizes), list(send_sizes))
-        self._start("all_to_all", name, dist.all_to_all_single, output, tensor.contiguous(), *sizes).wait()
-        return output
+        return self._start("all_to_all", name, dist.all_to_all_single, output, tensor, *sizes)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, name: str) -> Tensor:
         self._start("broadcast", name, dist.broadcast, tensor, self.ranks[root]).wait()

@@ -27,11 +27,11 @@ class DryComm(Comm):
         assert output.numel() == tensor.numel() * self.size, name
         return Work()
 
-    def all_to_all(
-        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
-    ) -> Tensor:
-        assert sum(send_sizes) == tensor.shape[0], name
-        return tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
+    def all_to_all_start(
+        self, output: Tensor, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
+    ) -> Work:
+        assert sum(send_sizes) == tensor.shape[0] and sum(receive_sizes) == output.shape[0], name
+        return Work()
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, name: str) -> Tensor:
         return tensor

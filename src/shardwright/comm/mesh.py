@@ -9,9 +9,13 @@ from shardwright.comm.dry import DryComm
 from shardwright.comm.record import RecordComm, Recorder
 from shardwright.comm.solo import SoloComm
 from shardwright.comm.transport import Groups, transport_maker
+from shardwright.core.dispatch import AssumeDispatch, assumed_plan
 from shardwright.core.layout import Layout
 
-MESH_AXES = ("tp", "cp", "dp", "pp", "dp_cp", "world", "ep", "edp", "tied", "dp_shard", "dp_replicate")
+MESH_AXES = (
+    "tp", "cp", "dp", "pp", "dp_cp", "world", "ep", "edp", "tied", "dp_shard", "dp_replicate",
+    "stage", "tp_cp", "edp_shard", "edp_replicate",
+)  # fmt: skip
 """Axes that get a communicator, in the order in which all ranks create them."""
 
 
@@ -20,7 +24,9 @@ class Mesh:
 
     ``mesh.tp``, ``mesh.cp``, ``mesh.dp``, ``mesh.pp``, ``mesh.dp_cp`` (ranks that hold the same dense slice),
     ``mesh.world``, ``mesh.ep``, ``mesh.edp``, ``mesh.tied`` (the two pipeline ends), ``mesh.dp_shard`` and
-    ``mesh.dp_replicate`` (dp_cp cut for hybrid sharding). Every verb is written to ``mesh.recorder``'s ledger.
+    ``mesh.dp_replicate`` (dp_cp cut for hybrid sharding), ``mesh.edp_shard`` and ``mesh.edp_replicate`` (edp in the same
+    way), ``mesh.stage`` (all of a pipeline stage) and ``mesh.tp_cp`` (ranks with tokens of the same sequences). Every verb
+    is written to ``mesh.recorder``'s ledger. In a dry run ``assume_dispatch`` answers for the routing of experts.
     """
 
     tp: Comm
@@ -34,12 +40,17 @@ class Mesh:
     tied: Comm
     dp_shard: Comm
     dp_replicate: Comm
+    stage: Comm
+    tp_cp: Comm
+    edp_shard: Comm
+    edp_replicate: Comm
 
     def __init__(self, layout: Layout, rank: int, make: Callable[[str, Groups], Comm]) -> None:
         self.layout, self.rank = layout, rank
         self.grid = layout.grid
         self.coordinates = self.grid.coordinates(rank)
         self.recorder = Recorder()
+        self.assume_dispatch: AssumeDispatch = assumed_plan
         transports: dict[Groups, Comm] = {}
         for axis in MESH_AXES:
             groups = self.grid.axis_groups(axis)
@@ -77,17 +88,18 @@ class Mesh:
         return comm
 
     def reduce_comms(self, axes: tuple[str, ...]) -> list[Comm]:
-        """Communicators that together sum over ``axes``: tp, dp and cp as one group, the pipeline ends; size 1 left out."""
-        comms = [self.tp] if "tp" in axes else []
+        """Communicators that together sum over ``axes``: tp, dp and cp as one group, the pipeline ends, or edp; size 1 left
+        out."""
+        comms = [self.axis(axis) for axis in ("tp", "edp") if axis in axes]
         data = tuple(axis for axis in ("cp", "dp") if axis in axes)
         comms += [self.dp_cp] if len(data) == 2 else [self.axis(axis) for axis in data]
         comms += [self.tied] if "tied" in axes else []
         return [comm for comm in comms if comm.size > 1]
 
-    def shard_reduce_comms(self, axes: tuple[str, ...]) -> list[Comm]:
-        """What is left to sum over ``axes`` once it is summed over ``dp_shard``; size 1 left out."""
+    def shard_reduce_comms(self, axes: tuple[str, ...], shard_over: str) -> list[Comm]:
+        """What is left to sum over ``axes`` once it is summed over ``shard_over`` (dp_shard, edp_shard); size 1 left out."""
         comms = [self.tp] if "tp" in axes else []
-        comms += [self.dp_replicate]
+        comms += [self.axis(shard_over.replace("shard", "replicate"))]
         comms += [self.tied] if "tied" in axes else []
         return [comm for comm in comms if comm.size > 1]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.base import Comm, ReduceOp, Work
+from shardwright.core.dispatch import DispatchPlan
 from shardwright.core.ledger import Ledger, LedgerEntry, ring_bytes
 
 _T = TypeVar("_T")
@@ -72,6 +73,11 @@ class Recorder:
             self._count_moved()
             self.ledger = kept
 
+    def book_dispatch(self, layer: str, plan: DispatchPlan) -> None:
+        """Keep how a layer's tokens went to their experts; a forward pass that is repeated, or of evaluation, is not kept."""
+        if self._phase == "F":
+            self.ledger.dispatches.setdefault(layer, []).append(plan)
+
     def book(self, verb: str, axis: str, tensor: str, num_bytes: int) -> LedgerEntry:
         return self.ledger.add(self._phase, verb, axis, tensor, num_bytes)
 
@@ -114,13 +120,13 @@ class RecordComm(Comm):
         entry = self._book("all_gather", name, output)
         return _RecordedWork(self.inner.all_gather_start(output, tensor, name=name), entry)
 
-    def all_to_all(
-        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
-    ) -> Tensor:
+    def all_to_all_start(
+        self, output: Tensor, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
+    ) -> Work:
         row_bytes = tensor[:1].numel() * tensor.element_size() if tensor.shape[0] else 0
         sent = (sum(send_sizes) - send_sizes[self.rank]) * row_bytes
         entry = self.recorder.book("all_to_all", self.axis, name, sent)
-        return self._timed(entry, lambda: self.inner.all_to_all(tensor, send_sizes, receive_sizes, name=name))
+        return _RecordedWork(self.inner.all_to_all_start(output, tensor, send_sizes, receive_sizes, name=name), entry)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, name: str) -> Tensor:
         entry = self._book("broadcast", name, tensor)

@@ -13,6 +13,7 @@ gather_from_region     varying       invariant     all-gather          own slice
 gather_tokens          varying       replicated    all-gather          reduce-scatter
 reduce_scatter_tokens  partial       varying       reduce-scatter      all-gather
 exchange_tokens        varying       varying       all-to-all          all-to-all, sizes swapped
+TokenExchange          varying       varying       the same, in flight between start and finish in both passes
 =====================  ============  ============  ==================  ==================
 
 One adjoint test, ``<y, f(x)> = <f*(y), x>``, covers all pairs: invariant ends count once, others are summed over
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.comm.base import Comm
+from shardwright.comm.base import Comm, Work
 
 
 class _Copy(torch.autograd.Function):
@@ -113,6 +114,65 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         dx = ctx.comm.all_to_all(dy.contiguous(), ctx.receive, ctx.send, name=ctx.name)
         return dx, None, None, None, None
+
+
+class TokenExchange:
+    """One exchange of rows in flight: forward between :meth:`start` and :meth:`finish`, backward the other way round.
+
+    What runs between the two, in either pass, runs beside the message. Autograd goes back in the reverse order of the calls,
+    which is the same on all ranks that make the same calls. What is between the two is a ticket without elements.
+    """
+
+    def __init__(self, comm: Comm, send: Sequence[int], receive: Sequence[int], name: str) -> None:
+        self.comm, self.send, self.receive, self.name = comm, send, receive, name
+        self._under_way: tuple[Work, Tensor, Tensor] | None = None
+
+    def start(self, x: Tensor) -> Tensor:
+        """Start to send the rows of x; what it returns is for :meth:`finish`."""
+        return x if self.comm.size == 1 else _StartExchange.apply(x, self)
+
+    def finish(self, ticket: Tensor) -> Tensor:
+        """The rows that have come."""
+        return ticket if self.comm.size == 1 else _FinishExchange.apply(ticket, self)
+
+    def launch(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Start one direction, without autograd; returns a ticket."""
+        x = x.contiguous()
+        output = x.new_empty((sum(receive), *x.shape[1:]))
+        self._under_way = self.comm.all_to_all_start(output, x, send, receive, name=self.name), x, output
+        return x.new_empty(0)
+
+    def land(self) -> Tensor:
+        """What the direction that was launched last has brought."""
+        assert self._under_way is not None, f"{self.name}: nothing was launched"
+        work, _, output = self._under_way
+        work.wait()
+        self._under_way = None
+        return output
+
+
+class _StartExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: TokenExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.launch(x, exchange.send, exchange.receive)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.land(), None
+
+
+class _FinishExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, exchange: TokenExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.land()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.launch(dy, ctx.exchange.receive, ctx.exchange.send), None
 
 
 def _own_rows(x: Tensor, comm: Comm) -> Tensor:

@@ -229,11 +229,10 @@ class ShmComm(Comm):
                 self._stage(verb, index + 1, data)
         yield from flight.released(verb)
 
-    def all_to_all(
-        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
-    ) -> Tensor:
-        output = tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
-        data, out = _bytes(tensor.contiguous(), name), _bytes(output, name)
+    def all_to_all_start(
+        self, output: Tensor, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
+    ) -> Work:
+        data, out = _bytes(tensor, name), _bytes(output, name)
         row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
         begins = list(itertools.accumulate([size * row_bytes for size in send_sizes], initial=0))
         fits = len(send_sizes) == len(receive_sizes) == self.size and begins[-1] == data.numel()
@@ -247,8 +246,7 @@ class ShmComm(Comm):
         num_pieces = 1 if verb.direct else self._stage_parcels(verb, 0, data, begins)
         steps = self._all_to_all(verb, data, begins, outputs)
         check = encode("all_to_all", 0, tensor.dtype, 0)
-        self._flight.announce(verb, check, steps, num_pieces, begins).wait()
-        return output
+        return self._flight.announce(verb, check, steps, num_pieces, begins)
 
     def _all_to_all(self, verb: Verb, data: Tensor, begins: list[int], outputs: list[Tensor]) -> Steps:
         """Each rank copies its parcel from everybody's tensor."""

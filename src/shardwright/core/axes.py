@@ -28,10 +28,12 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
 
 COMPOSITE_AXES: Mapping[str, tuple[str, ...]] = {
     "dp_cp": ("cp", "dp"),
+    "tp_cp": ("tp", "cp"),
     "stage": ("tp", "cp", "dp"),
     "world": ("tp", "cp", "dp", "pp"),
 }
-"""Axes that are used as one group: ``dp_cp`` holds the same dense slice, ``stage`` one pipeline stage."""
+"""Axes that are used as one group: ``dp_cp`` holds the same dense slice, ``tp_cp`` has the tokens of the same sequences
+(with sequence parallelism), ``stage`` is one pipeline stage."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,17 @@ class RankGrid:
         """Ranks over which sharded data parallelism cuts its state: those of ``dp_cp``, or of one replica among them."""
         return self.dp * self.cp // self.dp_replicate
 
+    @property
+    def edp_shard(self) -> int:
+        """The same for expert parameters: the ranks of ``edp``, or of one replica among them."""
+        return self.edp // self.dp_replicate
+
+    @property
+    def edp_replicate(self) -> int:
+        return self.dp_replicate
+
     def degree(self, axis: str) -> int:
-        """Ranks along an axis, a composite axis, ``ep``, ``edp``, ``dp_shard`` or ``dp_replicate``."""
+        """Ranks along an axis, a composite axis, ``ep``, ``edp``, or ``dp`` or ``edp`` with ``_shard`` or ``_replicate``."""
         if axis in COMPOSITE_AXES:
             return prod(self.degree(part) for part in COMPOSITE_AXES[axis])
         return int(getattr(self, axis))
@@ -110,7 +121,7 @@ class RankGrid:
             return self._folded_groups(axis)
         if axis == "tied":
             return self._end_groups()
-        if axis in ("dp_shard", "dp_replicate"):
+        if axis in ("dp_shard", "dp_replicate", "edp_shard", "edp_replicate"):
             return self._replica_groups(axis)
         parts = COMPOSITE_AXES.get(axis, (axis,))
         return self.groups(tuple(part for part in ORDERS[self.order] if part in parts))
@@ -125,11 +136,14 @@ class RankGrid:
         return tuple(sorted(groups, key=min))
 
     def _replica_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """``dp_cp`` cut into ``dp_replicate`` runs of neighbours (``dp_shard``), or the ranks at one place of each run."""
+        """``dp_cp`` (or ``edp``) cut into ``dp_replicate`` runs of neighbours (``*_shard``), or the ranks at one place of
+        each run."""
         groups: list[tuple[int, ...]] = []
-        for ranks in self.axis_groups("dp_cp"):
-            runs = [ranks[start : start + self.dp_shard] for start in range(0, len(ranks), self.dp_shard)]
-            groups += runs if axis == "dp_shard" else [tuple(place) for place in zip(*runs, strict=True)]
+        whole, _, part = axis.partition("_")
+        for ranks in self.axis_groups("dp_cp" if whole == "dp" else whole):
+            each = len(ranks) // self.dp_replicate
+            runs = [ranks[start : start + each] for start in range(0, len(ranks), each)]
+            groups += runs if part == "shard" else [tuple(place) for place in zip(*runs, strict=True)]
         return tuple(sorted(groups, key=min))
 
     def _folded_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:

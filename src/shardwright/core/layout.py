@@ -76,6 +76,8 @@ class Layout:
     reduce_dtype: str = "fp32"
     zero1_reduce: str = "scatter"
     tp_overlap: int = 1
+    ep_overlap: bool = False
+    ep_deduplicate: bool = False
     stages: str = ""
     comm: str = "auto"
     order: str = "tp-cp-dp-pp"
@@ -210,6 +212,9 @@ class Layout:
                 )
         if self.virtual > 1 and self.pp == 1:
             raise LayoutError(f"virtual={self.virtual} needs pp > 1; set pp or leave virtual out")
+        for name in ("ep_overlap", "ep_deduplicate"):
+            if getattr(self, name) and self.ep == 1:
+                raise LayoutError(f"{name}=on needs ep > 1: with ep=1 tokens stay where they are; set ep or leave {name} out")
         if self.sp == "on" and self.tp == 1:
             raise LayoutError("sp=on needs tp > 1: with tp=1 no tokens are split; leave sp out")
 
@@ -243,6 +248,11 @@ class Layout:
             )
         if self.ep > 1 and model.moe is None:
             raise LayoutError(f"ep={self.ep} needs a model with experts; {model.name} has none: leave ep out")
+        if model.moe is not None and model.moe.num_experts % self.ep:
+            fitting = [k for k in _divisor_list(model.moe.num_experts) if self.grid.stage_size % k == 0]
+            raise LayoutError(
+                f"ep={self.ep} must divide the model's {model.moe.num_experts} experts; use ep={_either(fitting)}"
+            )
         if model.moe is not None and self.tp > 1 and not self.sequence_parallel:
             raise LayoutError("experts with tp > 1 need sequence parallelism; leave sp out or set sp=on")
 

@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shardwright.core.dispatch import DispatchPlan
+
 PHASES = ("setup", "data", "F", "B", "W", "recompute", "reduce", "update", "metrics", "eval", "checkpoint")
 
 
@@ -104,6 +106,8 @@ class Ledger:
     ``memory`` is what stays between steps, ``peak`` the most that a class had at any time of the step: of parameters,
     gradients and optimizer state the same, of gathered parameters and buffers what their ``windows`` add up to. Classes in
     host memory (offload) begin with ``host``.
+
+    ``dispatches``: by layer, in order, how the step's tokens went to their experts (one step only).
     """
 
     entries: dict[tuple[str, str, str, str], LedgerEntry] = field(default_factory=dict)
@@ -112,6 +116,7 @@ class Ledger:
     moved_bytes: dict[str, int] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
     windows: list[StorageWindow] = field(default_factory=list)
+    dispatches: dict[str, list[DispatchPlan]] = field(default_factory=dict)
 
     def add(
         self,

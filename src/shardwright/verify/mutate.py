@@ -42,10 +42,10 @@ class ForwardingComm(Comm):
     def all_gather_start(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
         return self.inner.all_gather_start(output, tensor, name=name)
 
-    def all_to_all(
-        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
-    ) -> Tensor:
-        return self.inner.all_to_all(tensor, send_sizes, receive_sizes, name=name)
+    def all_to_all_start(
+        self, output: Tensor, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
+    ) -> Work:
+        return self.inner.all_to_all_start(output, tensor, send_sizes, receive_sizes, name=name)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, name: str) -> Tensor:
         return self.inner.broadcast(tensor, root, name=name)
