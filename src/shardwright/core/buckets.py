@@ -1,6 +1,6 @@
 """How gradients are packed into buckets: a pure function of the specs, so the plan and the run cannot disagree.
 
-One group per (axes to reduce over, axes that shard); inside a group, units in reverse order of use (the last used is
+One group per (axes to reduce over, axes that shard, axis that ZeRO cuts over); inside a group, units in reverse order of use (the last used is
 ready first), cut into buckets of at most ``bucket_mb``. Inside a bucket the decayed parameters come first, so that each
 bucket has one decayed and one undecayed range, and neighbours of one unit stay neighbours in memory.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-Group = tuple[tuple[str, ...], tuple[str, ...], bool]
+Group = tuple[tuple[str, ...], tuple[str, ...], bool, str]
 Key = tuple[Group, tuple[str, ...]]
 
 
@@ -29,6 +29,8 @@ class Member:
     """Axes whose ranks hold different slices: the global norm is summed over these only."""
     copy: bool = False
     """A further copy of a weight tied across pipeline ends: its square is counted where the embedding is."""
+    shard_over: str = "dp_shard"
+    """The axis over which sharded data parallelism cuts its state; ``edp_shard`` for experts."""
 
     @property
     def numel(self) -> int:
@@ -37,7 +39,7 @@ class Member:
     @property
     def group(self) -> Group:
         """Parameters of one group share every rule, so they may share a bucket."""
-        return self.reduce_axes, self.shard_axes, self.copy
+        return self.reduce_axes, self.shard_axes, self.copy, self.shard_over
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class BucketPlan:
     numel: int
     shard_axes: tuple[str, ...] = ()
     copy: bool = False
+    shard_over: str = "dp_shard"
 
     @property
     def units(self) -> frozenset[str]:
@@ -119,5 +122,5 @@ def _bucket(name: str, group: list[Member]) -> BucketPlan:
         offsets.append(end)
         end += member.numel
     decayed = sum(m.numel for m in members if m.decay)
-    reduce_axes, shard_axes, copy = members[0].group
-    return BucketPlan(name, reduce_axes, tuple(members), tuple(offsets), decayed, end, shard_axes, copy)
+    reduce_axes, shard_axes, copy, shard_over = members[0].group
+    return BucketPlan(name, reduce_axes, tuple(members), tuple(offsets), decayed, end, shard_axes, copy, shard_over)

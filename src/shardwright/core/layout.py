@@ -125,10 +125,9 @@ class Layout:
     def world_size(self) -> int:
         return self.grid.world_size
 
-    @property
-    def num_shards(self) -> int:
-        """Ranks that share one replica's optimizer state (ZeRO); 1 without ZeRO."""
-        return self.grid.dp_shard if self.zero else 1
+    def num_shards(self, over: str = "dp_shard") -> int:
+        """Ranks that share one replica's optimizer state (ZeRO); 1 without ZeRO. ``over``: ``edp_shard`` for experts."""
+        return self.grid.degree(over) if self.zero else 1
 
     @property
     def whole_gradients(self) -> bool:

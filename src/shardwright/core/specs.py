@@ -326,5 +326,6 @@ def bucket_members(
         )
         shape = spec.local_shape(layout, coordinates)
         copy = tied and spec.unit not in held
-        members.append(Member(spec.name, shape, used_by, spec.decay, reduce_axes, shard_axes, copy))
+        over = "edp_shard" if "ep" in spec.shard_axes() else "dp_shard"
+        members.append(Member(spec.name, shape, used_by, spec.decay, reduce_axes, shard_axes, copy, over))
     return members

@@ -112,8 +112,8 @@ class GradientBuckets:
         write: Callable[[str, Tensor], None] | None,
     ) -> Bucket:
         mesh, axes = self.mesh, plan.reduce_axes
-        comms = mesh.reduce_comms(axes) if self.whole_gradients else mesh.shard_reduce_comms(axes)
-        shard = mesh.dp_shard if self.zero else SoloComm("dp_shard", mesh.rank)
+        comms = mesh.reduce_comms(axes) if self.whole_gradients else mesh.shard_reduce_comms(axes, plan.shard_over)
+        shard = mesh.axis(plan.shard_over) if self.zero else SoloComm(plan.shard_over, mesh.rank)
         storage = self.storage
         return Bucket(plan, parameters, comms, shard, zero=self.zero, wide=wide, storage=storage, write=write)
 
@@ -307,6 +307,11 @@ class GradientBuckets:
                 found |= bucket.named(kind)
         return found
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether this pipeline rank trains experts; the same on all ranks of a stage."""
+        return any(bucket.plan.shard_over == "edp_shard" for bucket in self.buckets)
+
     def reduced(self, bucket: Bucket) -> list[Tensor]:
         """A bucket's reduced gradients as this rank has them: whole, or the pieces of its shard."""
         if self.whole_gradients and bucket.whole is not None:
@@ -322,11 +327,17 @@ class GradientBuckets:
 
     def check_replicas(self) -> None:
         """Refuse to start when ranks that must hold equal parameters do not; names the parameter."""
-        comm = self.mesh.dp_cp
-        if comm.size == 1:
-            return
+        expert = {
+            member.name for bucket in self.buckets if bucket.plan.shard_over == "edp_shard" for member in bucket.plan.members
+        }
         prints = {name: _fingerprint(view) for name, view in self.named("parameters").items()}
-        every = comm.gather_objects(prints)
+        for comm, experts in ((self.mesh.dp_cp, False), (self.mesh.edp, True)):
+            if comm.size > 1:
+                chosen = {name: value for name, value in prints.items() if (name in expert) == experts}
+                self._compare_replicas(comm, comm.gather_objects(chosen))
+
+    def _compare_replicas(self, comm: Comm, every: Sequence[Mapping[str, int]]) -> None:
+        """``every``: the fingerprints of each rank of ``comm`` by parameter."""
         for rank, other in enumerate(every):
             for name, fingerprint in every[0].items():
                 if other.get(name) != fingerprint:

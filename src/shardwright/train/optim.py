@@ -173,28 +173,34 @@ class FlatOptimizer:
 def global_norm(buckets: GradientBuckets, mesh: Mesh, device: torch.device | None = None) -> Tensor:
     """The norm of the full gradient, each distinct parameter counted once; a scalar, equal on every rank.
 
-    Squares are summed over the axes that shard a parameter only; over pp, whose stages hold different parameters, all. Where
-    gradients are shards (ZeRO), over the ranks that hold them: what a shard is padded with is zero.
+    Squares are summed over the axes that shard a parameter only (tp, or ep for experts); over pp, whose stages hold different
+    parameters, all. Where gradients are shards (ZeRO), over the ranks that hold them: what a shard is padded with is zero.
     ``device``: where the scalar is on a rank that trains nothing, as all of its stages are frozen.
     """
     held = _zero_scalar(buckets, mesh, device)
-    sharded = held.clone()
+    sharded, experts = held.clone(), held.clone()
     for bucket in buckets.buckets:
         if bucket.plan.copy:
             continue
         for gradients in buckets.reduced(bucket):
             square = torch.linalg.vector_norm(gradients).square().to(held.device)
-            if "tp" in bucket.plan.shard_axes:
+            if bucket.plan.shard_over == "edp_shard":
+                experts += square
+            elif "tp" in bucket.plan.shard_axes:
                 sharded += square
             else:
                 held += square
+    if buckets.has_experts:
+        for comm in (mesh.ep,) if buckets.whole_gradients else (mesh.edp_shard, mesh.ep):
+            if comm.size > 1:
+                comm.all_reduce(experts, name="norm")
     if mesh.dp_shard.size > 1 and not buckets.whole_gradients:
         both = torch.stack([held, sharded])
         mesh.dp_shard.all_reduce(both, name="norm")
         held, sharded = both[0], both[1].clone()
     if mesh.tp.size > 1:
         mesh.tp.all_reduce(sharded, name="norm")
-    total = held + sharded
+    total = held + sharded + experts
     if mesh.pp.size > 1:
         mesh.pp.all_reduce(total, name="norm")
     return total.sqrt()

@@ -192,7 +192,7 @@ class Trainer:
         self.buckets = GradientBuckets(plans, trained, mesh, hook, direct=direct, layout=self.layout, write=write)
         storage = self.buckets.storage
         self.frozen = [
-            FlatParameters(plan, self.parameters, mesh.dp_shard, zero=3, storage=storage, write=write)
+            FlatParameters(plan, self.parameters, mesh.axis(plan.shard_over), zero=3, storage=storage, write=write)
             for plan in plan_buckets(kept, order, size, by_unit=True, prefix="frozen")
         ]
         """Parameters that are not trained, where ZeRO-3 shards them too."""
