@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from shardwright.core.dispatch import DispatchPlan
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.launch import RankEnv
-from shardwright.ops.routing import LocalExchange, RowGroups, Routing
+from shardwright.ops.routing import LocalExchange, Routing, RowGroups
 from shardwright.parallel.expert import ExpertExchange, make_exchange
 
 DIM, EXPERTS = 6, 8

@@ -103,6 +103,11 @@ class RankGrid:
             for dp, cp, tp in product(range(self.dp), range(self.cp), range(self.tp))
         )
 
+    def index_in_stage(self, rank: int) -> int:
+        """The place of ``rank`` among the ranks of its pipeline stage: tp innermost, then cp, then dp."""
+        place = self.coordinates(rank)
+        return place["tp"] + self.tp * (place["cp"] + self.cp * place["dp"])
+
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ only along ``axes``; inside a group the first axis is innermost."""
         others = [axis for axis in AXES if axis not in axes]

@@ -38,9 +38,9 @@ from shardwright.ops.routing import (
     LocalExchange,
     LocalSums,
     RouterSums,
+    Routing,
     RowGroups,
     RowOrder,
-    Routing,
     combine_rows,
     sort_by_expert,
     take_rows,
@@ -61,23 +61,31 @@ def make_sums(mesh: Mesh) -> RouterSums:
 
 
 class StageSums:
-    """The sums that a router needs, over the ranks of its pipeline stage: each of them routes tokens of its own."""
+    """The sums that a router needs, over the ranks of its pipeline stage: each of them routes tokens of its own.
+
+    A name begins with the layer's; in the ledger all layers are one.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._stage, self._sequence = mesh.stage, mesh.tp_cp
 
     def microbatch(self, values: Tensor, name: str) -> Tensor:
         """The sum over tp (sequence parallelism), cp and dp."""
-        return self._stage.all_reduce(values.contiguous().clone(), name=name)
+        return self._stage.all_reduce(values.contiguous().clone(), name=_kind(name))
 
     def sequences(self, values: Tensor, name: str) -> Tensor:
         """The sum over tp (sequence parallelism) and cp."""
-        return self._sequence.all_reduce(values.contiguous().clone(), name=name)
+        return self._sequence.all_reduce(values.contiguous().clone(), name=_kind(name))
 
     def same_sequences(self, rows: Tensor, name: str) -> tuple[Tensor, slice]:
         """rows (N, ...) -> those of all ranks of tp and cp, in rank order, and where this rank's are."""
         comm, count = self._sequence, rows.shape[0]
-        return comm.all_gather(rows.contiguous(), name=name), slice(comm.rank * count, (comm.rank + 1) * count)
+        whole = comm.all_gather(rows.contiguous(), name=_kind(name))
+        return whole, slice(comm.rank * count, (comm.rank + 1) * count)
+
+
+def _kind(name: str) -> str:
+    return name.partition(" ")[2] or name
 
 
 class ExpertExchange:

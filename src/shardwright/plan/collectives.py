@@ -9,8 +9,10 @@ from shardwright.core.chunks import chunk_slices
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger, ring_bytes
 from shardwright.core.model_config import ModelConfig
+from shardwright.core.run_config import RouterConfig
 from shardwright.core.specs import TIED, bucket_members, unit_names
 from shardwright.core.stages import split_units
+from shardwright.plan.dispatch import Dispatches, dispatch_traffic, even_dispatches, report_traffic, router_traffic
 from shardwright.schedule.gathers import plan_gathers, unit_uses
 from shardwright.schedule.make import make_schedule
 
@@ -48,36 +50,49 @@ def frozen_buckets(model: ModelConfig, layout: Layout, frozen: Sequence[str] = (
 
 
 def predict_step(
-    model: ModelConfig, layout: Layout, seq_len: int, frozen: Sequence[str] = (), rank: int = 0
+    model: ModelConfig,
+    layout: Layout,
+    seq_len: int,
+    frozen: Sequence[str] = (),
+    rank: int = 0,
+    router: RouterConfig | None = None,
+    dispatches: Dispatches | None = None,
 ) -> Ledger:
     """Bytes that ``rank`` sends in one optimizer step of micro-batches of ``layout.micro_batch`` x ``seq_len`` tokens.
 
     DDP (Li et al. 2020, section 3): 2 (N-1)/N of each bucket's bytes, once a step whatever the accumulation. Tensor
     parallelism: per micro-batch and layer, see :func:`tensor_parallel_traffic`. Pipeline: T x D per micro-batch and
-    boundary, each way. Sharded data parallelism: :func:`bucket_traffic`. And the small messages that make every rank agree
+    boundary, each way. Sharded data parallelism: :func:`bucket_traffic`. Experts: `plan.dispatch`, by the routing that was
+    taken (``dispatches``: this rank's plans of the step) or an even one. And the small messages that make every rank agree
     on the token count, the norm and the loss.
     """
     ledger = Ledger()
     wide = 8 if layout.precision == "fp64" else 4
+    units = held_units(model, layout, rank)
     if layout.world_size > 1:
         sent = ring_bytes("all_reduce", COUNT_ELEMENTS, COUNT_BYTES, layout.world_size)
         ledger.add("data", "all_reduce", "world", "tokens", sent)
     if layout.tp > 1:
-        tensor_parallel_traffic(ledger, model, layout, seq_len, frozen, held_units(model, layout, rank))
+        tensor_parallel_traffic(ledger, model, layout, seq_len, frozen, units)
     if layout.pp > 1:
         pipeline_traffic(ledger, model, layout, seq_len, rank)
-    for axis in ("tp", "pp"):
-        if layout.grid.degree(axis) > 1:
-            sent = ring_bytes("all_reduce", 1, wide, layout.grid.degree(axis))
-            ledger.add("update", "all_reduce", axis, "norm", sent)
+    if model.moe is not None:
+        tokens = _tokens(layout, seq_len) // layout.tp
+        router_traffic(ledger, model, layout, router or RouterConfig(), tokens, units)
+        if layout.ep > 1:
+            plans = even_dispatches(model, layout, tokens, units, rank) if dispatches is None else dispatches
+            dispatch_traffic(ledger, model, layout, plans, ACTIVATION_BYTES[layout.precision])
+        report_traffic(ledger, model, layout)
     buckets = gradient_buckets(model, layout, frozen, rank)
+    for axis in _norm_axes(layout, buckets):
+        ledger.add("update", "all_reduce", axis, "norm", ring_bytes("all_reduce", 1, wide, layout.grid.degree(axis)))
     for bucket in buckets:
         bucket_traffic(ledger, layout, bucket)
         offload_traffic(ledger, layout, bucket)
     if layout.zero == 3:
         gather_traffic(ledger, model, layout, [*buckets, *frozen_buckets(model, layout, frozen, rank)], rank)
-    if layout.num_shards > 1 and not layout.whole_gradients:
-        sent = ring_bytes("all_reduce", 2, wide, layout.num_shards)
+    if layout.num_shards() > 1 and not layout.whole_gradients:
+        sent = ring_bytes("all_reduce", 2, wide, layout.num_shards())
         ledger.add("update", "all_reduce", "dp_shard", "norm", sent)
     if layout.world_size > 1:
         gathered = METRIC_ELEMENTS * layout.world_size
@@ -86,30 +101,40 @@ def predict_step(
     return ledger
 
 
+def _norm_axes(layout: Layout, buckets: Sequence[BucketPlan]) -> list[str]:
+    """The axes over which one scalar is summed for the norm: what is split over tp, the stages, and the experts."""
+    axes = ["tp", "pp"]
+    if any(bucket.shard_over == "edp_shard" for bucket in buckets):
+        axes += ["ep"] if layout.whole_gradients else ["ep", "edp_shard"]
+    return [axis for axis in axes if layout.grid.degree(axis) > 1]
+
+
 def bucket_traffic(ledger: Ledger, layout: Layout, bucket: BucketPlan) -> None:
     """Add one step's traffic of one bucket of P elements, padded to the N shards (Rajbhandari et al. 2020, section 7).
 
     ZeRO-1 and 2: (N-1)/N P reduce-scattered, once or after every micro-batch (``accumulate``), and (N-1)/N P gathered in
     the compute dtype after the update (ZeRO-3: :func:`gather_traffic` instead). ``zero1_reduce=allreduce``: 2 (N-1)/N P
     and the gather. Over tp, between replicas and between tied ends only the shard of P/N elements is summed, once a step.
+    Experts have shards over edp.
     """
-    shards = layout.num_shards
+    over = bucket.shard_over
+    shards = layout.num_shards(over)
     padded = bucket.padded(shards)
     wide = 8 if layout.precision == "fp64" else 4
     element = wide if layout.reduce_dtype == "fp32" else REDUCE_BYTES[layout.reduce_dtype]
     if layout.whole_gradients:
         elements, reductions = padded, _reductions(layout, bucket.reduce_axes)
     else:
-        elements, reductions = padded // shards, _shard_reductions(layout, bucket.reduce_axes)
+        elements, reductions = padded // shards, _shard_reductions(layout, bucket)
         if shards > 1:
             times = layout.num_reductions
             sent = ring_bytes("reduce_scatter", padded, element, shards)
-            ledger.add("reduce", "reduce_scatter", "dp_shard", bucket.name, sent * times, count=times)
+            ledger.add("reduce", "reduce_scatter", over, bucket.name, sent * times, count=times)
     for axis, size in reductions:
         ledger.add("reduce", "all_reduce", axis, bucket.name, ring_bytes("all_reduce", elements, element, size))
     if shards > 1 and layout.zero < 3:
         sent = ring_bytes("all_gather", padded, ACTIVATION_BYTES[layout.precision], shards)
-        ledger.add("update", "all_gather", "dp_shard", bucket.gather_name, sent)
+        ledger.add("update", "all_gather", over, bucket.gather_name, sent)
 
 
 def offload_traffic(ledger: Ledger, layout: Layout, bucket: BucketPlan) -> None:
@@ -120,10 +145,11 @@ def offload_traffic(ledger: Ledger, layout: Layout, bucket: BucketPlan) -> None:
     the host at each gather (``offload=params``).
     """
     wide = 8 if layout.precision == "fp64" else 4
-    hosted = layout.hosted(bucket.padded(layout.num_shards) // layout.num_shards)
+    shards = layout.num_shards(bucket.shard_over)
+    hosted = layout.hosted(bucket.padded(shards) // shards)
     if not hosted:
         return
-    again = layout.zero >= 2 and bool(_shard_reductions(layout, bucket.reduce_axes))
+    again = layout.zero >= 2 and bool(_shard_reductions(layout, bucket))
     times = layout.num_reductions + again
     ledger.add("reduce", "copy_out", "host", bucket.name, hosted * wide * times, count=times)
     if again:
@@ -145,11 +171,12 @@ def gather_traffic(
     uses = unit_uses(schedule, layout.grid.coordinates(rank)["pp"], stages)
     for use in plan_gathers(uses, [bucket.units for bucket in buckets], layout):
         for bucket in (buckets[index] for index in use.gather):
-            padded = bucket.padded(layout.num_shards)
-            sent = ring_bytes("all_gather", padded, ACTIVATION_BYTES[layout.precision], layout.num_shards)
-            if layout.num_shards > 1:
-                ledger.add(use.phase, "all_gather", "dp_shard", bucket.gather_name, sent)
-            hosted = layout.hosted(padded // layout.num_shards) if layout.offload == "params" else 0
+            shards = layout.num_shards(bucket.shard_over)
+            padded = bucket.padded(shards)
+            if shards > 1:
+                sent = ring_bytes("all_gather", padded, ACTIVATION_BYTES[layout.precision], shards)
+                ledger.add(use.phase, "all_gather", bucket.shard_over, bucket.gather_name, sent)
+            hosted = layout.hosted(padded // shards) if layout.offload == "params" else 0
             if hosted:
                 copied = hosted * ACTIVATION_BYTES[layout.precision]
                 ledger.add(use.phase, "copy_in", "host", bucket.gather_name, copied)
@@ -178,9 +205,9 @@ def _tokens(layout: Layout, seq_len: int) -> int:
 
 
 def _reductions(layout: Layout, axes: Sequence[str]) -> list[tuple[str, int]]:
-    """The groups that a bucket is reduced over, one after another: tp, then dp and cp as one."""
+    """The groups that a bucket is reduced over, one after another: tp, then dp and cp as one; or edp."""
     data = [axis for axis in ("cp", "dp") if axis in axes]
-    found = [("tp", layout.tp)] if "tp" in axes else []
+    found = [(axis, layout.grid.degree(axis)) for axis in ("tp", "edp") if axis in axes]
     if data:
         name = "dp_cp" if len(data) == 2 else data[0]
         found.append((name, layout.grid.degree(name)))
@@ -189,11 +216,11 @@ def _reductions(layout: Layout, axes: Sequence[str]) -> list[tuple[str, int]]:
     return [(name, size) for name, size in found if size > 1]
 
 
-def _shard_reductions(layout: Layout, axes: Sequence[str]) -> list[tuple[str, int]]:
-    """The groups that a bucket's shard is summed over once it is summed over ``dp_shard``."""
-    found = [("tp", layout.tp)] if "tp" in axes else []
-    found.append(("dp_replicate", layout.dp_replicate))
-    if "tied" in axes:
+def _shard_reductions(layout: Layout, bucket: BucketPlan) -> list[tuple[str, int]]:
+    """The groups that a bucket's shard is summed over once it is summed over its shards' axis."""
+    found = [("tp", layout.tp)] if "tp" in bucket.reduce_axes else []
+    found.append((bucket.shard_over.replace("shard", "replicate"), layout.dp_replicate))
+    if "tied" in bucket.reduce_axes:
         found.append(("tied", 2))
     return [(name, size) for name, size in found if size > 1]
 
@@ -220,7 +247,8 @@ def tensor_parallel_traffic(
     held = unit_names(model) if units is None else tuple(units)
     value = ACTIVATION_BYTES[layout.precision]
     wide = 8 if layout.precision == "fp64" else 4
-    count, layers = layout.microbatches, sum(unit.startswith("blocks.") for unit in held)
+    count = layout.microbatches
+    layers = {part: len(_matrices(model, part, held)) for part in ("attention", "mlp")}
     chunks = [chunk.stop - chunk.start for chunk in chunk_slices(tokens // tp if sequence else tokens, layout.tp_overlap)]
 
     def add(phase: str, verb: str, name: str, messages: Sequence[int], width: int, times: int = 1) -> None:
@@ -237,17 +265,17 @@ def tensor_parallel_traffic(
             add(phase, leave, "embedding", whole, value)
         for part in ("attention", "mlp"):
             if sequence:
-                add(phase, "all_gather", f"{part} in", parts, value, layers)
-            add(phase, leave, f"{part} out", parts, value, layers)
+                add(phase, "all_gather", f"{part} in", parts, value, layers[part])
+            add(phase, leave, f"{part} out", parts, value, layers[part])
         if sequence and "head" in held:
             add(phase, "all_gather", "head", whole, value)
         for name in ("loss maximum", "loss denominator", "loss target") if "head" in held else ():
             add(phase, "all_reduce", name, [tokens], wide)
     for part in ("attention", "mlp"):
         if sequence:
-            add("B", "all_gather", f"{part} out", parts, value, layers)
+            add("B", "all_gather", f"{part} out", parts, value, layers[part])
             add("B", "all_gather", f"{part} in again", whole, value, _num_trained(model, part, frozen, held))
-        add("B", "reduce_scatter" if sequence else "all_reduce", f"{part} in gradient", parts, value, layers)
+        add("B", "reduce_scatter" if sequence else "all_reduce", f"{part} in gradient", parts, value, layers[part])
     if sequence and "embedding" in held and not TIED.startswith(tuple(frozen)):
         add("B", "all_gather", "embedding", whole, value)
     if "head" in held:
@@ -256,7 +284,19 @@ def tensor_parallel_traffic(
 
 def _num_trained(model: ModelConfig, part: str, frozen: Sequence[str], held: Sequence[str]) -> int:
     """Held layers in which some column-parallel weight of ``part`` is trained."""
-    matrices = ("q", "k", "v") if part == "attention" else ("gate", "up") if model.activation == "swiglu" else ("up",)
-    blocks = [unit for unit in held if unit.startswith("blocks.")]
-    names = [[f"{block}.{part}.{name}.weight" for name in matrices] for block in blocks]
-    return sum(not all(name.startswith(tuple(frozen)) for name in layer) for layer in names)
+    return sum(not all(name.startswith(tuple(frozen)) for name in names) for names in _matrices(model, part, held))
+
+
+def _matrices(model: ModelConfig, part: str, held: Sequence[str]) -> list[list[str]]:
+    """The column-parallel weights of ``part`` in each held layer that has it; a shared expert is an MLP like others."""
+    found = []
+    for block in (unit for unit in held if unit.startswith("blocks.")):
+        if part == "attention":
+            found.append([f"{block}.attention.{name}.weight" for name in "qkv"])
+            continue
+        names = ("gate", "up") if model.activation == "swiglu" else ("up",)
+        if not model.is_moe_layer(int(block.removeprefix("blocks."))):
+            found.append([f"{block}.mlp.{name}.weight" for name in names])
+        elif model.moe is not None and model.moe.shared_dim:
+            found.append([f"{block}.moe.shared.{name}.weight" for name in names])
+    return found

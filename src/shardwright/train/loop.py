@@ -295,7 +295,12 @@ class Run:
         }
         if self.is_main and losses:
             predicted = predict_step(
-                self.config.model, self.config.layout, self.config.data.seq_len, self.config.train.freeze
+                self.config.model,
+                self.config.layout,
+                self.config.data.seq_len,
+                self.config.train.freeze,
+                router=self.config.router,
+                dispatches=self.last_ledger.dispatches or None,
             )
             summary["ledger"] = {"predicted": predicted, "measured": self.last_ledger}
             table = {

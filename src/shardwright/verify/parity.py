@@ -7,6 +7,7 @@ contract: gradients 1e-5 in fp32, loss 1e-6, parameters after the steps 1e-5 wit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.mesh import Mesh
+from shardwright.core.dispatch import DispatchPlan
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
@@ -24,6 +26,7 @@ from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
 from shardwright.ops.attention import CausalAttend
 from shardwright.plan.collectives import predict_step
+from shardwright.plan.dispatch import Dispatches
 from shardwright.train.data import MicroBatch, TrainSampler, collate, open_blend
 from shardwright.train.optim import learning_rate
 from shardwright.train.prepare import PreparedData, prepare_data
@@ -229,9 +232,30 @@ def whole_batches(sampler: TrainSampler) -> Callable[[int], MicroBatch]:
     return whole
 
 
-def dry_step(config: RunConfig, rank: int = 0) -> Ledger:
-    """One real training step with shapes only, at any world size: its ledger."""
+class Replayed:
+    """Answers for the routing of a dry run with ``dispatches``, the plans that a rank made in a real step, in their order.
+
+    A forward pass that is repeated has the same plans again.
+    """
+
+    def __init__(self, dispatches: Dispatches, mesh: Mesh) -> None:
+        self._dispatches, self._recorder = dispatches, mesh.recorder
+        self._asked: Counter[tuple[str, str]] = Counter()
+
+    def __call__(self, layer: str, **shape: Any) -> DispatchPlan:
+        key = self._recorder.current_phase, layer
+        self._asked[key] += 1
+        return self._dispatches[layer][self._asked[key] - 1]
+
+
+def dry_step(config: RunConfig, rank: int = 0, dispatches: Dispatches | None = None) -> Ledger:
+    """One real training step with shapes only, at any world size: its ledger.
+
+    Experts get what ``dispatches`` (layer -> plans) of a real step says, by default an even share each.
+    """
     trainer = Trainer(config, Mesh.dry(config.layout, rank), "meta")
+    if dispatches is not None:
+        trainer.mesh.assume_dispatch = Replayed(dispatches, trainer.mesh)
     trainer.mesh.recorder.take()
     tokens = config.data.seq_len * config.layout.micro_batch
     shape = torch.empty(tokens, dtype=torch.int64, device="meta")
@@ -308,7 +332,13 @@ def verify(
         timeout_s=config.train.timeout_s,
     )
     reference = reference_run(config, whole_batches(train_sampler(config, data, 0)), steps)
-    return compare(config, traces, reference, [dry_step(config, rank) for rank in first_of_each_stage(config.layout)])
+    return compare(config, traces, reference, dry_steps(config, traces))
+
+
+def dry_steps(config: RunConfig, traces: list[Trace]) -> list[Ledger]:
+    """The dry run of the first rank of each stage, with the routing of its last step."""
+    ranks = first_of_each_stage(config.layout)
+    return [dry_step(config, rank, traces[rank].ledgers[-1].dispatches) for rank in ranks]
 
 
 def assemble(config: RunConfig, locals_: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Comparison]:
@@ -336,12 +366,11 @@ def first_of_each_stage(layout: Layout) -> list[int]:
 
 
 def compare(config: RunConfig, traces: list[Trace], reference: Trace, dryruns: list[Ledger]) -> Verification:
-    """The ranks' slices put together against the reference; copies of a slice against each other, bit for bit."""
-    layout, frozen = config.layout, config.train.freeze
-    predictions = [
-        predict_step(config.model, layout, config.data.seq_len, frozen, rank) for rank in range(layout.world_size)
-    ]
-    predicted = predictions[0]
+    """The ranks' slices put together against the reference; copies of a slice against each other, bit for bit.
+
+    Every ledger is compared with the closed form for the routing of experts that it shows.
+    """
+    layout = config.layout
     exact = config.layout.reduce_dtype == "fp32"
     tolerance = TOLERANCES[config.layout.precision if exact else "bf16"]
     first = traces[0]
@@ -356,13 +385,14 @@ def compare(config: RunConfig, traces: list[Trace], reference: Trace, dryruns: l
     ]
     parameters, replicas = assemble(config, [trace.parameters for trace in traces])
     worst_step = max(range(len(gradients)), key=lambda step: gradients[step][0])
+    predict = _Predictor(config)
     differences: list[str] = []
     for rank, dry in zip(first_of_each_stage(layout), dryruns, strict=True):
-        differences += [f"predicted, dry run of rank {rank}: {line}" for line in predictions[rank].differences(dry)]
+        differences += [f"predicted, dry run of rank {rank}: {line}" for line in predict(rank, dry).differences(dry)]
     for rank, trace in enumerate(traces):
         for step, ledger in enumerate(trace.ledgers):
             where = f"predicted, rank {rank} step {step}"
-            differences += [f"{where}: {line}" for line in predictions[rank].differences(ledger)]
+            differences += [f"{where}: {line}" for line in predict(rank, ledger).differences(ledger)]
     return Verification(
         config.layout,
         Comparison(*_swap(max_rel_diff(got, losses), tolerance["loss"])),
@@ -372,11 +402,27 @@ def compare(config: RunConfig, traces: list[Trace], reference: Trace, dryruns: l
         Comparison(*_swap(max_rel_diff(parameters, reference.parameters), tolerance["parameters"])),
         Comparison(*_swap(max_rel_diff(got_norms, norms), tolerance["gradients"])),
         _same_reports(traces, replicas),
-        predicted,
+        predict(0, first.ledgers[-1]),
         dryruns[0],
         first.ledgers[-1],
         differences,
     )
+
+
+class _Predictor:
+    """What a rank's ledger of one step should show; computed once per rank where no routing has a say."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._known = config, dict[int, Ledger]()
+
+    def __call__(self, rank: int, ledger: Ledger) -> Ledger:
+        config = self._config
+        if ledger.dispatches or rank not in self._known:
+            self._known[rank] = predict_step(
+                config.model, config.layout, config.data.seq_len, config.train.freeze, rank, config.router,
+                ledger.dispatches or None,
+            )  # fmt: skip
+        return self._known[rank]
 
 
 def _same_reports(traces: list[Trace], replicas: Comparison) -> Comparison:
