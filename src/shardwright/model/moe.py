@@ -1,4 +1,4 @@
-"""The layer with experts: route, dispatch, experts, combine; beside them a shared expert that every token meets.
+"""The layer with experts: route, then dispatch, experts and combine as the exchange runs them; beside them a shared expert that every token meets.
 
 Notation: N tokens of the rank (with sequence parallelism its T/tp), k choices of each, M rows, D model dim, E experts
 (those of the rank), F their ffn. What moves rows between ranks is ``context.exchange`` (`ops.routing.Exchange`).
@@ -59,10 +59,10 @@ class MoE(nn.Module):
         self.shared_gate = Linear(f"{self.name}.shared_gate", table) if moe.shared_gate else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        routing = self.router(x, context)
-        sent = context.exchange.dispatch(x, routing, self.name)
-        rows = self.experts(sent.rows, sent.groups, context)
-        y: Tensor = context.exchange.combine(rows, sent, routing, self.name)
+        def experts(rows: Tensor, groups: RowGroups) -> Tensor:
+            return self.experts(rows, groups, context)  # type: ignore[no-any-return]
+
+        y = context.exchange.run(x, self.router(x, context), experts, self.name)
         if self.shared is not None:
             shared = self.shared(x, context)
             y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())

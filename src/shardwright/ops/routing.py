@@ -15,6 +15,7 @@ process, `parallel.expert` between ranks), and a :class:`RouterSums` what a rout
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -165,15 +166,18 @@ class Dispatched:
     plan: Any = field(repr=False)
 
 
+Experts = Callable[[Tensor, RowGroups], Tensor]
+"""(rows (M, D) sorted by local expert, rows of each) -> (M, D)."""
+
+
 class Exchange(Protocol):
     """Brings tokens to the ranks of their experts and back; both ways are differentiable."""
 
-    def dispatch(self, x: Tensor, routing: Routing, name: str) -> Dispatched:
-        """x (N, D) of this rank -> the rows of this rank's experts, sorted by local expert. ``name`` for the ledger."""
-        ...
+    def run(self, x: Tensor, routing: Routing, experts: Experts, name: str) -> Tensor:
+        """x (N, D) of this rank -> (N, D), each token's weighed sum of what its experts make of it. ``name``: of the layer.
 
-    def combine(self, rows: Tensor, sent: Dispatched, routing: Routing, name: str) -> Tensor:
-        """Outputs (M, D) in the order of ``sent.rows`` -> (N, D), each token's weighed sum, in its own order."""
+        ``experts`` is called once, or once for each part in which tokens are sent.
+        """
         ...
 
 
@@ -203,6 +207,10 @@ class LocalExchange:
 
     def combine(self, rows: Tensor, sent: Dispatched, routing: Routing, name: str) -> Tensor:
         return combine_rows(rows, routing.weights, sent.plan)
+
+    def run(self, x: Tensor, routing: Routing, experts: Experts, name: str) -> Tensor:
+        sent = self.dispatch(x, routing, name)
+        return self.combine(experts(sent.rows, sent.groups), sent, routing, name)
 
 
 class LocalSums:

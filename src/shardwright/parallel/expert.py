@@ -19,7 +19,7 @@ Notation: N tokens of this rank, D model dim, k choices of each token, E experts
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -33,8 +33,8 @@ from shardwright.comm.regions import TokenExchange
 from shardwright.core.dispatch import DispatchPlan
 from shardwright.ops.gradients import first_order
 from shardwright.ops.routing import (
-    Dispatched,
     Exchange,
+    Experts,
     LocalExchange,
     LocalSums,
     RouterSums,
@@ -45,10 +45,6 @@ from shardwright.ops.routing import (
     sort_by_expert,
     take_rows,
 )
-
-Experts = Callable[[Tensor, RowGroups], Tensor]
-"""(rows (R, D) sorted by local expert, rows of each) -> (R, D)."""
-
 
 def make_exchange(mesh: Mesh, num_experts: int) -> Exchange:
     """Dispatch and combine over the ``ep`` axis."""
@@ -99,17 +95,6 @@ class ExpertExchange:
         self.mesh, self.comm, self.num_experts = mesh, mesh.ep, num_experts
         self.num_local = num_experts // self.comm.size
         self.deduplicate, self.num_parts = layout.ep_deduplicate, 2 if layout.ep_overlap else 1
-
-    def dispatch(self, x: Tensor, routing: Routing, name: str) -> Dispatched:
-        """x (N, D) of this rank -> the rows of this rank's experts (R, D), sorted by local expert."""
-        (flight,) = self._send(x, routing, name, 1)
-        return Dispatched(flight.rows(), flight.groups(), flight)
-
-    def combine(self, rows: Tensor, sent: Dispatched, routing: Routing, name: str) -> Tensor:
-        """Outputs (R, D) in the order of ``sent.rows`` -> (N, D), each token's weighed sum, in its own order."""
-        flight: _Flight = sent.plan
-        flight.give_back(rows)
-        return flight.result()
 
     def run(self, x: Tensor, routing: Routing, experts: Experts, name: str) -> Tensor:
         """Dispatch, ``experts`` (once for each half with ``ep_overlap``) and combine: x (N, D) -> (N, D)."""

@@ -12,17 +12,20 @@ from shardwright.core.specs import Spec
 
 
 def full_tensor(spec: Spec, local: Tensor, mesh: Mesh) -> Tensor:
-    """The whole tensor of ``spec`` from the slices of the tp ranks; all of them must call. Uneven slices are padded."""
-    sharded = spec.shard_axes()
-    if "tp" not in sharded or mesh.tp.size == 1:
+    """The whole tensor of ``spec`` from the slices of the tp ranks, or of experts from those of the ep ranks; all of them
+    must call. Uneven slices are padded.
+    """
+    sharded = {axis: dim for axis, dim in spec.shard_axes().items() if mesh.axis(axis).size > 1}
+    if not sharded:
         return local
-    dim, layout = sharded["tp"], mesh.layout
-    parts = [spec.slices(layout, {**mesh.coordinates, "tp": rank}) for rank in range(mesh.tp.size)]
+    ((axis, dim),) = sharded.items()
+    comm = mesh.axis(axis)
+    parts = [spec.slices(mesh.layout, mesh.grid.coordinates(rank)) for rank in comm.ranks]
     rows = [part[dim].stop - part[dim].start for part in parts]
     piece = local.movedim(dim, 0)
     padded = piece.new_zeros((max(rows), *piece.shape[1:]))
     padded[: piece.shape[0]] = piece
-    gathered = mesh.tp.all_gather(padded, name=spec.name).view(mesh.tp.size, *padded.shape)
+    gathered = comm.all_gather(padded, name=spec.name).view(comm.size, *padded.shape)
     full = torch.empty(spec.shape, dtype=local.dtype, device=local.device)
     for part, count, slices in zip(gathered, rows, parts, strict=True):
         full[slices] = part[:count].movedim(0, dim)

@@ -76,11 +76,11 @@ def check_supported(config: RunConfig) -> None:
     """Refuse, before any process starts, what training cannot do yet."""
     layout = config.layout
     usual = Layout()
-    for name in ("cp", "ep"):
+    for name in ("cp",):
         if getattr(layout, name) != getattr(usual, name):
             raise LayoutError(
                 f"{name}={getattr(layout, name)} can be planned but not trained yet; "
-                f"train with dp, tp, pp, zero, microbatches and recompute, and leave {name} out"
+                f"train with dp, tp, pp, ep, zero, microbatches and recompute, and leave {name} out"
             )
     _check_zero(config)
     _check_experts(config)

@@ -7,7 +7,6 @@ contract: gradients 1e-5 in fp32, loss 1e-6, parameters after the steps 1e-5 wit
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.mesh import Mesh
-from shardwright.core.dispatch import DispatchPlan
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
@@ -32,6 +30,7 @@ from shardwright.train.optim import learning_rate
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.step import Trainer
 from shardwright.verify.mutate import UNBROKEN, find_mutation
+from shardwright.verify.routing import ReferenceRouters, Replayed, reference_routing
 
 TOLERANCES = {
     "fp32": {"loss": 1e-6, "gradients": 1e-5, "parameters": 1e-5},
@@ -43,9 +42,14 @@ TOLERANCES = {
 
 @dataclass
 class Trace:
-    """What a run of a few steps shows: per step loss, gradients (reduced, unclipped) and norm; parameters at the end."""
+    """What a run of a few steps shows: per step loss, gradients (reduced, unclipped) and norm; parameters at the end.
+
+    ``losses`` and, of models with experts, ``router_losses`` apart; ``choices``: by layer, how often each expert was chosen.
+    """
 
     losses: list[float] = field(default_factory=list)
+    router_losses: list[float] = field(default_factory=list)
+    choices: list[list[list[int]]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -109,8 +113,10 @@ def reference_run(config: RunConfig, batches: Callable[[int], MicroBatch], steps
     for step in range(steps):
         batch = batches(step)
         model.zero_grad(set_to_none=True)
-        loss = model.run(_reference_context(config, model, batch, step)) / max(batch.num_valid, 1)
-        loss.backward()
+        context = _reference_context(config, model, batch, step)
+        loss = model.run(context) / max(batch.num_valid, 1)
+        routers = ReferenceRouters(config, context, len(batch.tokens))
+        (loss + routers.loss).backward()
         gradients = {
             name: torch.zeros_like(masters[name]) if p.grad is None else p.grad.to(wide, copy=True)
             for name, p in trained.items()
@@ -125,7 +131,10 @@ def reference_run(config: RunConfig, batches: Callable[[int], MicroBatch], steps
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(masters[name])
+            routers.move_biases(model)
         trace.losses.append(loss.item())
+        trace.router_losses.append(routers.loss.item())
+        trace.choices.append([counts.tolist() for counts in routers.choices.values()])
         trace.norms.append(norm)
         trace.gradients.append(gradients)
     trace.parameters = {name: p.detach().clone() for name, p in model.spec_parameters().items()} | masters
@@ -160,6 +169,7 @@ def _reference_context(config: RunConfig, model: Transformer, batch: MicroBatch,
         token_index=batch.token_index,
         seed=config.train.seed,
         step=step,
+        **reference_routing(config, batch),
     )
 
 
@@ -200,6 +210,9 @@ def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, m
     for step in range(steps):
         result = trainer.step([broken.batch(batch) for batch in sampler.batches(step)], step)
         trace.losses.append(result.loss)
+        if result.balance is not None:
+            trace.router_losses.append(result.balance.aux_loss)
+            trace.choices.append(result.balance.counts)
         trace.norms.append(result.grad_norm)
         trace.ledgers.append(result.ledger)
     with mesh.recorder.aside():
@@ -230,22 +243,6 @@ def whole_batches(sampler: TrainSampler) -> Callable[[int], MicroBatch]:
         return collate([sampler.blend.window(sample) for sample in ids], ids, sampler.blend.seq_len)
 
     return whole
-
-
-class Replayed:
-    """Answers for the routing of a dry run with ``dispatches``, the plans that a rank made in a real step, in their order.
-
-    A forward pass that is repeated has the same plans again.
-    """
-
-    def __init__(self, dispatches: Dispatches, mesh: Mesh) -> None:
-        self._dispatches, self._recorder = dispatches, mesh.recorder
-        self._asked: Counter[tuple[str, str]] = Counter()
-
-    def __call__(self, layer: str, **shape: Any) -> DispatchPlan:
-        key = self._recorder.current_phase, layer
-        self._asked[key] += 1
-        return self._dispatches[layer][self._asked[key] - 1]
 
 
 def dry_step(config: RunConfig, rank: int = 0, dispatches: Dispatches | None = None) -> Ledger:
@@ -374,8 +371,7 @@ def compare(config: RunConfig, traces: list[Trace], reference: Trace, dryruns: l
     exact = config.layout.reduce_dtype == "fp32"
     tolerance = TOLERANCES[config.layout.precision if exact else "bf16"]
     first = traces[0]
-    losses = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(reference.losses)}
-    got = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(first.losses)}
+    losses, got = _loss_terms(reference, config), _loss_terms(first, config)
     norms = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(reference.norms)}
     got_norms = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(first.norms)}
     steps = range(len(first.losses))
@@ -423,6 +419,16 @@ class _Predictor:
                 ledger.dispatches or None,
             )  # fmt: skip
         return self._known[rank]
+
+
+def _loss_terms(trace: Trace, config: RunConfig) -> dict[str, Tensor]:
+    """The losses by step, and what routers added; how often experts were chosen, which is not a matter of rounding."""
+    terms = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(trace.losses)}
+    if config.model.moe is not None:
+        for i, (value, counts) in enumerate(zip(trace.router_losses, trace.choices, strict=True)):
+            terms[f"step {i} routers"] = torch.tensor(value, dtype=torch.float64)
+            terms[f"step {i} choices"] = torch.tensor(counts, dtype=torch.float64)
+    return terms
 
 
 def _same_reports(traces: list[Trace], replicas: Comparison) -> Comparison:
