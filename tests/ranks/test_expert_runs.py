@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ranks.runs import Judge, Run, make_config, red, trace_runs, write_documents
 from shardwright.train.prepare import PreparedData, prepare_data
-from shardwright.verify.parity import Trace, dry_steps
+from shardwright.verify.parity import Trace
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_dim": 24, "aux_coefficient": 0.01}
 MODEL: dict[str, Any] = {

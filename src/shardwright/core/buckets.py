@@ -1,8 +1,8 @@
 """How gradients are packed into buckets: a pure function of the specs, so the plan and the run cannot disagree.
 
 One group per (axes to reduce over, axes that shard, axis that ZeRO cuts over); inside a group, units in reverse order of
-use (the last used is ready first), cut into buckets of at most ``bucket_mb``. Inside a bucket the decayed parameters come first, so that each
-bucket has one decayed and one undecayed range, and neighbours of one unit stay neighbours in memory.
+use (the last used is ready first), cut into buckets of at most ``bucket_mb``. Inside a bucket the decayed parameters come
+first, so that each bucket has one decayed and one undecayed range, and neighbours of one unit stay neighbours in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The layer with experts: route, then dispatch, experts and combine as the exchange runs them; beside them a shared expert that every token meets.
+"""The layer with experts: route, then dispatch, experts and combine as the exchange runs them; beside them a shared expert
+that every token meets.
 
 Notation: N tokens of the rank (with sequence parallelism its T/tp), k choices of each, M rows, D model dim, E experts
 (those of the rank), F their ffn. What moves rows between ranks is ``context.exchange`` (`ops.routing.Exchange`).

@@ -46,6 +46,7 @@ from shardwright.ops.routing import (
     take_rows,
 )
 
+
 def make_exchange(mesh: Mesh, num_experts: int) -> Exchange:
     """Dispatch and combine over the ``ep`` axis."""
     return LocalExchange() if mesh.ep.size == 1 else ExpertExchange(mesh, num_experts)

@@ -77,7 +77,7 @@ class _DropAllReduce(ForwardingComm):
         return Work() if name.startswith(self.prefix) else super().all_reduce_start(tensor, op, name=name)
 
 
-class _LeaveOut(ForwardingComm):
+class LeaveOut(ForwardingComm):
     """Leaves out the collectives over ``axis`` whose tensor has this name (or one that goes on with a dot).
 
     A reduction then keeps the rank's own part, and a gather repeats it.
@@ -409,7 +409,7 @@ MUTATIONS = {
 
 def _left_out(tensor: str, stands_for: str) -> Mutation:
     name = "drop-" + tensor.replace(" ", "-")
-    return Mutation(name, stands_for, lambda comm: _LeaveOut(comm, tensor))
+    return Mutation(name, stands_for, lambda comm: LeaveOut(comm, tensor))
 
 
 TENSOR_MUTATIONS = {
@@ -430,7 +430,7 @@ TENSOR_MUTATIONS = {
         Mutation(
             "drop-tp-gradients",
             "norm weights, row biases and what is held whole inside the region train on a part of the tokens or heads",
-            lambda comm: _LeaveOut(comm, "gradients"),
+            lambda comm: LeaveOut(comm, "gradients"),
         ),
         Mutation("bias-before-the-sum", "a row-parallel bias added by every rank", trainer=_bias_before_the_sum),
         Mutation("norm-counts-copies", "replicated parameters counted tp times in the norm", trainer=_norm_counts_copies),
@@ -461,19 +461,19 @@ PIPELINE_MUTATIONS = {
 """Those that need pp > 1: the tied one a tied head on another rank than the embedding, the last a schedule with W."""
 
 
-def _left_out_over(axis: str, name: str, tensor: str, stands_for: str) -> Mutation:
-    return Mutation(name, stands_for, lambda comm: _LeaveOut(comm, tensor, axis))
+def left_out_over(axis: str, name: str, tensor: str, stands_for: str) -> Mutation:
+    return Mutation(name, stands_for, lambda comm: LeaveOut(comm, tensor, axis))
 
 
 ZERO_MUTATIONS = {
     mutation.name: mutation
     for mutation in (
-        _left_out_over(
+        left_out_over(
             "dp_shard", "drop-reduce-scatter", "gradients", "each rank updates its shard by its own batch only"
         ),
-        _left_out_over("dp_shard", "drop-parameter-gather", "parameters", "each rank takes its own shard for all"),
-        _left_out_over("dp_shard", "drop-shard-norm", "norm", "each rank clips by the norm of its own shard"),
-        _left_out_over("dp_replicate", "drop-replica-sum", "gradients", "replicas of shards train apart"),
+        left_out_over("dp_shard", "drop-parameter-gather", "parameters", "each rank takes its own shard for all"),
+        left_out_over("dp_shard", "drop-shard-norm", "norm", "each rank clips by the norm of its own shard"),
+        left_out_over("dp_replicate", "drop-replica-sum", "gradients", "replicas of shards train apart"),
         Mutation("others-shard", "shards are gathered in another order than they are cut", _OthersShard),
         Mutation("dirty-padding", "what a shard is padded with counts", trainer=_gradients_of_the_last_step),
         Mutation("last-reduction-only", "shards of micro-batches overwritten", trainer=_last_reduction_only),
@@ -497,10 +497,11 @@ OFFLOAD_MUTATIONS = {
 
 def find_mutation(name: str) -> Mutation:
     """The mutation of that name; raises `ConfigError` with the known ones."""
-    from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS  # made of what is here
+    from shardwright.verify.mutate_experts import EXPERT_MUTATIONS  # these are made of what is here
+    from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS
 
     known = MUTATIONS | TENSOR_MUTATIONS | PIPELINE_MUTATIONS | ZERO_MUTATIONS | OFFLOAD_MUTATIONS
-    known = known | VALUE_MUTATIONS | PLACE_MUTATIONS
+    known = known | VALUE_MUTATIONS | PLACE_MUTATIONS | EXPERT_MUTATIONS
     if name not in known:
         raise ConfigError(f"mutation {name!r} is not known; {did_you_mean(name, known)}")
     return known[name]

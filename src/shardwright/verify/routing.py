@@ -49,7 +49,7 @@ class ReferenceRouters:
         for layer, counts in self.choices.items():
             bias = parameters.get(f"blocks.{layer}.moe.router.correction")
             if bias is not None:
-                bias += self.config.router.bias_rate * (counts.double().mean() - counts).sign()
+                bias.add_((counts.double().mean() - counts).sign(), alpha=self.config.router.bias_rate)
 
 
 def reference_routing(config: RunConfig, batch: MicroBatch) -> dict[str, Any]:
