@@ -81,6 +81,8 @@ class Judge:
         layout = config.layout
         precision = "bf16" if layout.precision == "bf16" else "fp64"  # of the reference
         alone = Layout(precision=precision, microbatches=layout.dp * layout.microbatches, micro_batch=layout.micro_batch)
+        if config.model.moe is not None:  # whose tokens are balanced together and what experts may take
+            alone = alone.with_(dp=layout.dp, microbatches=layout.microbatches, moe=layout.moe)
         reference = str(config.model_copy(update={"layout": alone}))
         if reference not in self._references:
             batches = whole_batches(train_sampler(config, self._data, 0))

@@ -292,7 +292,9 @@ def _matrices(model: ModelConfig, part: str, held: Sequence[str]) -> list[list[s
     found = []
     for block in (unit for unit in held if unit.startswith("blocks.")):
         if part == "attention":
-            found.append([f"{block}.attention.{name}.weight" for name in "qkv"])
+            queries = "q_down" if model.mla is not None and model.mla.q_lora_rank is not None else "q"
+            inward = ("q", "k", "v") if model.mla is None else (queries, "kv_down")
+            found.append([f"{block}.attention.{name}.weight" for name in inward])
             continue
         names = ("gate", "up") if model.activation == "swiglu" else ("up",)
         if not model.is_moe_layer(int(block.removeprefix("blocks."))):
