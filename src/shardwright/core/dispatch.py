@@ -85,6 +85,11 @@ def apportioned(total: int, shares: Sequence[float]) -> list[int]:
     return counts
 
 
+def touched_share(num_experts: int, ep: int, top_k: int) -> float:
+    """The share of tokens that have some expert on a given rank, if all sets of ``top_k`` experts are equally likely."""
+    return 1 - comb(num_experts - num_experts // ep, top_k) / comb(num_experts, top_k)
+
+
 class AssumeDispatch(Protocol):
     """Makes the plan of a layer's dispatch in a dry run."""
 
@@ -114,6 +119,6 @@ def assumed_plan(
     own = tuple(sent[rank * local : (rank + 1) * local])
     if not deduplicate or ep == 1:
         return DispatchPlan(rank, tuple(sent), (own,) * ep)
-    touched = 1 - comb(num_experts - local, top_k) / comb(num_experts, top_k)  # a token has an expert on a given rank
-    to = [min(sum(sent[first : first + local]), round(tokens * touched)) for first in range(0, num_experts, local)]
+    touched = round(tokens * touched_share(num_experts, ep, top_k))
+    to = [min(sum(sent[first : first + local]), touched) for first in range(0, num_experts, local)]
     return DispatchPlan(rank, tuple(sent), (own,) * ep, tuple(to), (to[rank],) * ep)

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardwright.core.axes import RankGrid
+from shardwright.core.dispatch import touched_share
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger, ring_bytes
 from shardwright.core.model_config import ModelConfig
@@ -176,12 +177,15 @@ class Traffic:
         if not kind.moe or self.layout.ep == 1:
             return
         assert self.model.moe is not None
-        own = self.shape.tokens / self.layout.tp
-        elements = own * self.model.moe.top_k * self.model.dim
+        own, moe, ep = self.shape.tokens / self.layout.tp, self.model.moe, self.layout.ep
+        rows = own * moe.top_k
+        if self.layout.ep_deduplicate:  # one for each rank that has some expert of a token
+            rows = own * ep * touched_share(moe.num_experts, ep, moe.top_k)
+        hidden = max(self.stack.ep_overlap, 0.5 if self.layout.ep_overlap else 0.0)
         for phase in ("F", "B"):
             for tensor in ("dispatch", "combine"):
-                message = self._collective(phase, "all_to_all", "ep", tensor, elements, self.size)
-                yield message.hidden(self.stack.ep_overlap)
+                message = self._collective(phase, "all_to_all", "ep", tensor, rows * self.model.dim, self.size)
+                yield message.hidden(hidden)
 
     # -- ends and boundaries -----------------------------------------------------------------------
 

@@ -257,7 +257,7 @@ def dry_step(config: RunConfig, rank: int = 0, dispatches: Dispatches | None = N
     tokens = config.data.seq_len * config.layout.micro_batch
     shape = torch.empty(tokens, dtype=torch.int64, device="meta")
     lengths = (config.data.seq_len,) * config.layout.micro_batch
-    batch = MicroBatch(shape, shape, shape, shape, lengths, tokens, ())
+    batch = MicroBatch(shape, shape, shape, shape, lengths, tokens, tuple(range(config.layout.micro_batch)))
     return trainer.step([batch] * config.layout.microbatches, 0).ledger
 
 
