@@ -122,7 +122,7 @@ def rank_main(env: RankEnv, args: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(args.rounds + WARM_UP):
+    for _ in range(args.rounds + WARM_UP):
         for name, step in steps.items():
             dist.barrier()
             start, cpu = time.perf_counter(), time.process_time()

@@ -137,7 +137,7 @@ CHECKS = [
         "equal",
         lambda: tests("tests/unit/test_dispatch.py", "tests/ranks/test_expert.py"),
     ),
-    Check("5", "a step of the layer on two ranks over gloo, against the book's and DDP", "0.80 of the book's", lambda: against_peers("gloo")),
-    Check("5b", "the same over shared memory (theirs stay on gloo)", "0.80 of the book's", lambda: against_peers("shm")),
+    Check("5", "a step of the layer on two ranks, gloo", "0.80 of the book's", lambda: against_peers("gloo")),
+    Check("5b", "ours over shared memory, theirs over gloo", "0.80 of the book's", lambda: against_peers("shm")),
     Check("6", "group MO: a rank without tokens, recomputation, copies, pipelines", "equal", lambda: tests(RUNS)),
 ]

@@ -127,7 +127,7 @@ def test_a_dry_run_of_the_routing_sends_what_the_run_sent(
 
 def test_the_routing_is_skewed(traces: dict[str, list[Trace]]) -> None:
     """Nearly all tokens go to one expert of a layer, and some experts get none."""
-    counts = [layer for layer in traces["k=1"][0].choices[0]]
+    counts = traces["k=1"][0].choices[0]
     assert max(max(layer) / sum(layer) for layer in counts) > 0.85
     assert min(min(layer) for layer in counts) == 0
 

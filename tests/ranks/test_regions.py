@@ -61,6 +61,7 @@ PAIRS = {
     "gather_tokens": Pair("varying", "replicated", share, ("forward", "backward")),
     "reduce_scatter_tokens": Pair("partial", "varying", whole, ("forward", "backward")),
     "exchange_tokens": Pair("varying", "varying", sent, ("forward", "backward")),
+    "TokenExchange": Pair("varying", "varying", sent, ("forward", "backward")),
 }
 
 
@@ -125,8 +126,11 @@ def draw(kind: str, shape: Sequence[int], seed: int, rank: int) -> Tensor:
 
 def apply(name: str, x: Tensor, comm: Comm) -> Tensor:
     arguments: list[Any] = [comm]
-    if name == "exchange_tokens":
+    if name in ("exchange_tokens", "TokenExchange"):
         arguments += [[sizes(comm.rank, r) for r in range(comm.size)], [sizes(r, comm.rank) for r in range(comm.size)]]
+    if name == "TokenExchange":
+        exchange = regions.TokenExchange(*arguments, name)
+        return exchange.finish(exchange.start(x))
     result: Tensor = getattr(regions, name)(x, *arguments, name)
     return result
 
