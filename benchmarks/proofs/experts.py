@@ -41,9 +41,10 @@ SMALL = {
 
 
 def write_skewed_text(folder: Path) -> None:
-    """Nine of ten letters are the same, so nearly all tokens go to the same experts."""
+    """Long documents, nine of ten words the same: nearly all tokens go to the same experts, and some get none."""
     rng = random.Random(7)
-    texts = ["".join("e" if rng.random() < 0.9 else rng.choice("abcdfghijklm") for _ in range(400)) for _ in range(80)]
+    words = [first + second + last for first in "bdfgkmnprs" for second in "aeiou" for last in "ntx"]
+    texts = [" ".join("la" if rng.random() < 0.9 else rng.choice(words) for _ in range(300)) for _ in range(80)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 

@@ -19,7 +19,7 @@ MODEL: dict[str, Any] = {
     "vocab_size": 320, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_positions": 64,
     "family": "mixtral", "moe": MOE,
 }  # fmt: skip
-ONE = MODEL | {"moe": MOE | {"top_k": 1, "normalise_top_k": False}}
+ONE = MODEL | {"moe": MOE | {"num_experts": 8, "top_k": 1, "normalise_top_k": False}}
 THREE = MODEL | {"moe": MOE | {"num_experts": 8, "top_k": 3}}
 FOUR = MODEL | {"moe": MOE | {"num_experts": 8, "top_k": 4}}
 DEEP = MODEL | {"num_layers": 4}
@@ -74,9 +74,10 @@ SINGLE = {"single precision": (MODEL, "dp=2,ep=2,microbatches=2", list[str]())}
 
 
 def write_skewed_text(folder: Path) -> None:
-    """Long documents, nine of ten letters the same: nearly all tokens go to the same experts, and some get none."""
+    """Long documents, nine of ten words the same: nearly all tokens go to the same experts, and some get none."""
     rng = random.Random(7)
-    texts = ["".join("e" if rng.random() < 0.9 else rng.choice("abcdfghijklm") for _ in range(400)) for _ in range(80)]
+    words = [first + second + last for first in "bdfgkmnprs" for second in "aeiou" for last in "ntx"]
+    texts = [" ".join("la" if rng.random() < 0.9 else rng.choice(words) for _ in range(300)) for _ in range(80)]
     (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
