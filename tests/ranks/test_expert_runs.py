@@ -74,10 +74,10 @@ SINGLE = {"single precision": (MODEL, "dp=2,ep=2,microbatches=2", list[str]())}
 
 
 def write_skewed_text(folder: Path) -> None:
-    """Long documents, nine of ten words the same: nearly all tokens go to the same experts, and some get none."""
+    """Long documents, 19 of 20 words the same: nearly all tokens go to the same experts, and some get none."""
     rng = random.Random(7)
     words = [first + second + last for first in "bdfgkmnprs" for second in "aeiou" for last in "ntx"]
-    texts = [" ".join("la" if rng.random() < 0.9 else rng.choice(words) for _ in range(300)) for _ in range(80)]
+    texts = [" ".join("la" if rng.random() < 0.95 else rng.choice(words) for _ in range(300)) for _ in range(80)]
     (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
