@@ -126,7 +126,7 @@ def rank_main(env: RankEnv, args: argparse.Namespace) -> dict[str, Any]:
         for name, step in steps.items():
             dist.barrier()
             start, cpu = time.perf_counter(), time.process_time()
-            loss = step(x, target)
+            loss = step(x.detach().requires_grad_(), target)  # as inside a model, whose earlier layers want a gradient
             seconds[name].append(time.perf_counter() - start)
             cpu_seconds[name].append(time.process_time() - cpu)
             losses[name].append(loss.item())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -108,6 +109,20 @@ def verified() -> Outcome:
     return Outcome(value + (f"; wrong: {wrong[:3]}" if wrong else "; cp is verified with its own issue"), not wrong)
 
 
+# -- 4 -------------------------------------------------------------------------------------------------
+
+
+def balanced() -> Outcome:
+    """The busiest expert over the mean, at the start and over the last steps of runs with and without balancing."""
+    subprocess.run([sys.executable, "benchmarks/moe_balance.py"], cwd=ROOT, check=True, capture_output=True, timeout=1800)
+    runs: dict[str, Any] = json.loads((RESULTS / "moe-balance.json").read_text())["runs"]
+    ends = {name: (run["max_over_mean"][0], statistics.mean(run["max_over_mean"][-20:])) for name, run in runs.items()}
+    value = ", ".join(f"{name} {first:.1f} -> {last:.1f}" for name, (first, last) in ends.items())
+    (_, (_, left)), *methods = ends.items()
+    right = all(last < 0.6 * first and last < left for _, (first, last) in methods)
+    return Outcome(f"busiest over mean: {value}; benchmarks/results/moe-balance.png", right)
+
+
 # -- 5 -------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +153,7 @@ CHECKS = [
         "equal",
         lambda: tests("tests/unit/test_dispatch.py", "tests/ranks/test_expert.py"),
     ),
+    Check("4", "balance from a skewed start on real text, both methods", "below 0.6 of the start", balanced),
     Check("5", "a step of the layer on two ranks, gloo", "0.80 of the book's", lambda: against_peers("gloo")),
     Check("5b", "ours over shared memory, theirs over gloo", "0.80 of the book's", lambda: against_peers("shm")),
     Check("6", "group MO: a rank without tokens, recomputation, copies, pipelines", "equal", lambda: tests(RUNS)),

@@ -22,6 +22,8 @@ MODEL: dict[str, Any] = {
 ONE = MODEL | {"moe": MOE | {"num_experts": 8, "top_k": 1, "normalise_top_k": False}}
 THREE = MODEL | {"moe": MOE | {"num_experts": 8, "top_k": 3}}
 FOUR = MODEL | {"moe": MOE | {"num_experts": 8, "top_k": 4}}
+PLACED = MODEL | {"position": "learned"}
+"""Equal words have different scores: where scores are equal, rounding would decide which of them an expert keeps."""
 DEEP = MODEL | {"num_layers": 4}
 DEEPSEEK = MODEL | {
     "family": "deepseek_v3", "num_layers": 3, "num_kv_heads": 4,
@@ -55,7 +57,7 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "capacity": (MODEL, "dp=2,ep=2,micro_batch=2,moe=capacity:1.0", []),
     "capacity over tp": (MODEL, "tp=2,ep=2,micro_batch=2,moe=capacity:0.8", []),
     "reroute over tp": (THREE, "tp=2,ep=2,micro_batch=2,moe=capacity:1.0:reroute,recompute=full", []),
-    "by score over tp": (MODEL, "tp=2,ep=2,micro_batch=2,moe=capacity:1.0", BY_SCORE),
+    "by score over tp": (PLACED, "tp=2,ep=2,micro_batch=2,moe=capacity:1.0", BY_SCORE),
     "by sequence": (MODEL, "tp=2,ep=2,micro_batch=2", ["router.balance=sequence", "router.z_loss=0.01"]),
     "whole batch": (MODEL, "dp=2,ep=2", ["router.balance=global", "router.z_loss=0.01"]),
     "pipeline": (MODEL, "pp=2,microbatches=3", []),
