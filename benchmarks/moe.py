@@ -88,7 +88,8 @@ class Ours:
         self.buckets.unit_done("blocks.0")
         self.buckets.finish()
         for bucket in self.buckets.buckets:
-            bucket.master.add_(bucket.gradients, alpha=-LR)
+            for piece in bucket.pieces:
+                piece.master.add_(piece.gradients, alpha=-LR)
         return loss.detach()
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.base import Work
+from shardwright.comm.base import Comm, Work
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.solo import SoloComm
 from shardwright.core.buckets import BucketPlan

@@ -19,6 +19,7 @@ from shardwright.train.prepare import prepare_data
 from shardwright.train.step import check_supported
 from shardwright.verify.matrix import Runner, small_config
 from shardwright.verify.mutate import MUTATIONS, PIPELINE_MUTATIONS, TENSOR_MUTATIONS, ZERO_MUTATIONS, Mutation
+from shardwright.verify.mutate_experts import EXPERT_MUTATIONS
 from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS
 from shardwright.verify.parity import Verification, comparable
 
@@ -37,6 +38,12 @@ class Base:
 _DATA = Base("dp=2,microbatches=2,bucket_mb=0.01", {"dropout": 0.1}, ("optim.clip=0.05", "optim.warmup_steps=2"))
 _TENSOR = Base("tp=2", {"out_bias": True, "mlp_bias": True})
 _PIPELINE = Base("pp=2,schedule=zb_h1,microbatches=3,precision=fp64", {"tied_head": True}, ("optim.clip=0.05",))
+_MOE: dict[str, Any] = {"num_experts": 8, "top_k": 2, "expert_dim": 20, "aux_coefficient": 0.05}
+_EXPERTS = Base("dp=2,ep=2,microbatches=2,precision=fp64", {"moe": _MOE}, ("optim.clip=0.05",))
+_ONCE = Base("dp=2,ep=2,ep_deduplicate=on,precision=fp64", {"moe": _MOE})
+_COPIES = Base("dp=4,ep=2,zero=3,precision=fp64", {"moe": _MOE}, ("optim.clip=0.05",))
+_FULL = Base("tp=2,ep=2,moe=capacity:0.8,precision=fp64", {"moe": _MOE, "position": "learned"}, ("router.drop_by=probability",))
+_BIAS = Base("dp=2,ep=2,recompute=full,precision=fp64", {"moe": _MOE | {"score": "sigmoid", "bias_correction": True}})
 
 FAMILIES: tuple[tuple[Mapping[str, Mutation], Base], ...] = (
     (MUTATIONS, _DATA),
@@ -45,6 +52,7 @@ FAMILIES: tuple[tuple[Mapping[str, Mutation], Base], ...] = (
     (PIPELINE_MUTATIONS, _PIPELINE),
     (ZERO_MUTATIONS, Base("dp=2,zero=3")),
     (PLACE_MUTATIONS, Base("tp=2")),
+    (EXPERT_MUTATIONS, _EXPERTS),
 )
 """Mutations and the layout that has what they break."""
 
@@ -57,6 +65,17 @@ BASES: Mapping[str, Base] = {
     "dirty-padding": Base("dp=3,zero=2"),
     "last-reduction-only": Base("dp=2,zero=2,microbatches=2,accumulate=reduce"),
     "swap-shard-ranks": Base("dp=2,zero=3"),
+    "lose-dispatch-weights": _ONCE,
+    "lose-dispatch-weights-gradient": _ONCE,
+    "drop-expert-gradients": Base("dp=4,ep=2,precision=fp64", {"moe": _MOE}),
+    "drop-expert-scatter": _COPIES,
+    "drop-expert-gather": _COPIES,
+    "drop-expert-shard-norm": _COPIES,
+    "own-part-of-sequence": Base("tp=2,precision=fp64", {"moe": _MOE}, ("router.balance=sequence",)),
+    "own-capacity": Base("tp=2,ep=2,moe=capacity:0.8,precision=fp64", {"moe": _MOE}),
+    "own-scores": _FULL,
+    "own-report": _BIAS,
+    "count-again": _BIAS,
 }
 """Those of a family that need another layout than the rest."""
 

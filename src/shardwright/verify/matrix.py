@@ -191,7 +191,8 @@ def run_layouts(
         env.note(f"layout {config.layout}")
         mesh = Mesh.distributed(config.layout, env.rank, env.timeout_s) if env.world_size > 1 else Mesh.solo()
         trace = trace_steps(mesh, config, data, steps, mutation)
-        dry = dry_step(config, env.rank) if env.rank in first_of_each_stage(config.layout) else None
+        first = env.rank in first_of_each_stage(config.layout)
+        dry = dry_step(config, env.rank, trace.ledgers[-1].dispatches) if first else None
         env.send(_Seen(index, trace, dry, time.perf_counter() - start))
 
 

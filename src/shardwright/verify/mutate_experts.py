@@ -25,7 +25,7 @@ class _LoseRows(ForwardingComm):
         self, output: Tensor, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
     ) -> Work:
         work = super().all_to_all_start(output, tensor, send_sizes, receive_sizes, name=name)
-        if name == self.tensor and isinstance(self.inner, RecordComm) and self.inner.recorder.current_phase == self.phase:
+        if name == self.tensor and isinstance(self.inner, RecordComm) and self.inner.recorder.current == self.phase:
             work.wait()
             for source, rows in enumerate(output.split(list(receive_sizes))):
                 if source != self.rank:
@@ -42,7 +42,8 @@ def _experts_by_ep(trainer: Trainer) -> None:
         timings = finish()
         for bucket in trainer.buckets.buckets:
             if bucket.plan.shard_over == "edp_shard":
-                bucket.gradients.mul_(trainer.mesh.ep.size)
+                for gradients in trainer.buckets.reduced(bucket):
+                    gradients.mul_(trainer.mesh.ep.size)
         return timings
 
     trainer.buckets.finish = finish_and_scale  # type: ignore[method-assign]

@@ -77,6 +77,6 @@ class Replayed:
         self._asked: Counter[tuple[str, str]] = Counter()
 
     def __call__(self, layer: str, **shape: Any) -> DispatchPlan:
-        key = self._recorder.current_phase, layer
+        key = self._recorder.current, layer
         self._asked[key] += 1
         return self._dispatches[layer][self._asked[key] - 1]
