@@ -13,11 +13,14 @@ from shardwright.comm.mesh import Mesh
 from shardwright.core.dispatch import DispatchPlan
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
+from shardwright.core.model_config import ModelConfig
 from shardwright.launch import RankEnv
 from shardwright.ops.routing import LocalExchange, Routing, RowGroups
 from shardwright.parallel.expert import ExpertExchange, make_exchange
+from shardwright.plan.dispatch import dispatch_traffic
 
 DIM, EXPERTS = 6, 8
+MODEL = ModelConfig.load({"vocab_size": 8, "dim": DIM, "num_layers": 1, "num_heads": 1, "ffn_dim": 8})
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ LAYOUTS = {
     "halves": "dp=4,ep=4,ep_overlap=on",
     "halves once": "dp=4,ep=2,ep_overlap=on,ep_deduplicate=on",
     "tensor parallel": "tp=2,dp=2,ep=4",
+    "over gloo": "dp=4,ep=2,ep_overlap=on,ep_deduplicate=on,comm=gloo",
 }
 
 
@@ -145,6 +149,28 @@ def one_process(case: Case) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
 def seen() -> list[dict[tuple[str, str], Seen]]:
     results: list[dict[tuple[str, str], Seen]] = run_ranks(run_cases, 4, LAYOUTS, CASES)
     return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_those_of_the_routing(seen: list[dict[tuple[str, str], Seen]], layout: str, name: str) -> None:
+    """What is sent equals the closed form of the plans, to the byte; and the plans are those of the choices."""
+    parsed = Layout.parse(layout_text := LAYOUTS[layout])
+    case = CASES[name]
+    for rank, found in enumerate(ranks := [one[layout, name] for one in seen]):
+        expected = Ledger()
+        dispatch_traffic(expected, MODEL, parsed.with_(precision="fp64"), {"layer": found.plans}, 8)
+        assert expected.differences(found.ledger) == [], (layout_text, rank)
+        chosen = routing(case, rank)[1].expert_ids
+        sent = [sum(counts) for counts in zip(*(plan.sent for plan in found.plans), strict=True)]
+        assert sent == [int((chosen == expert).sum()) for expert in range(EXPERTS)]
+        for plan in found.plans:
+            assert sum(plan.local_counts) == sum(plan.receive_sizes)
+    row = DIM * 8
+    rows = [entry for one in ranks for entry in one.ledger.entries.values() if entry.tensor in ("dispatch", "combine")]
+    stay = sum(plan.row_sizes[0][plan.rank] for one in ranks for plan in one.plans)
+    there = sum(sum(plan.row_sizes[0]) for one in ranks for plan in one.plans)
+    assert sum(entry.bytes for entry in rows) == 4 * (there - stay) * row  # out and back, twice; local routes excluded
 
 
 def close(got: Tensor, want: Tensor) -> bool:

@@ -11,12 +11,15 @@ from shardwright.core.dispatch import DispatchPlan, apportioned, assumed_plan, t
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.model_config import ModelConfig
+from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import bucket_members, parameter_specs
 from shardwright.errors import LayoutError
 from shardwright.plan.collectives import predict_step
 from shardwright.plan.compute import layer_kind
 from shardwright.plan.dispatch import dispatch_traffic
 from shardwright.plan.stages import ParameterTable, rank_units
+from shardwright.verify.memory import memory_differences
+from shardwright.verify.parity import dry_step
 
 MODEL = ModelConfig.load(
     {
@@ -110,6 +113,14 @@ def test_the_planner_counts_what_a_rank_holds(tp: int, ep: int) -> None:
     held = ParameterTable(MODEL).of_rank(rank_units(layout, 0, (3,), kinds), tp, ep)
     assert held.experts == experts == 2 * 8 // ep * 3 * 12 * 16
     assert held.dense == sum(member.numel for member in members) - experts + buffers
+
+
+@pytest.mark.parametrize("layout", ["dp=4,ep=2,zero=1", "dp=4,ep=4,zero=3", "tp=2,dp=2,ep=4"])
+def test_the_planner_says_how_much_memory_experts_take(layout: str) -> None:
+    moe = MODEL.moe.model_dump() | {"dense_layers": []} if MODEL.moe is not None else {}
+    table = {"model": MODEL.model_dump() | {"moe": moe}, "data": {"sources": "synthetic:sentences", "seq_len": 32}}
+    config = RunConfig.of(table, (), layout)
+    assert memory_differences(config, dry_step(config)) == []
 
 
 @pytest.mark.parametrize(
