@@ -117,6 +117,8 @@ class TrainConfig(Section):
     keep_last: int = Field(default=2, ge=1)
     compile: bool = False
     """torch.compile each block."""
+    attention: Literal["fused", "scores"] = "fused"
+    """``scores`` makes the scores as tensors and drops of their softmax, as GPT-2 was trained: slow and large, to compare."""
     loss_chunk: int = Field(default=0, ge=0)
     """Tokens whose logits the head makes at a time; backward makes them again. 0 keeps all of a micro-batch's logits."""
     freeze: tuple[str, ...] = ()

@@ -25,8 +25,9 @@ from shardwright.errors import ConfigError, LayoutError, NonFiniteError
 from shardwright.model.balance import Balance, Balancer
 from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
-from shardwright.ops.attention import CausalAttend
+from shardwright.ops.attention import Attend, CausalAttend, ScoreDropout, ScoresAttend
 from shardwright.ops.capacity import Limit
+from shardwright.ops.kernels import dropout_key
 from shardwright.parallel.data import GradientBuckets
 from shardwright.parallel.flat import FlatParameters
 from shardwright.parallel.gather import UnitGatherer
@@ -85,6 +86,11 @@ def check_supported(config: RunConfig) -> None:
     _check_zero(config)
     _check_experts(config)
     _check_offload(layout)
+    if config.train.attention == "scores" and layout.cp > 1:
+        raise LayoutError(
+            f"train.attention=scores needs whole sequences on a rank, and cp={layout.cp} splits them; use cp=1 or leave "
+            "train.attention out"
+        )
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
     if config.train.compile and layout.tp > 1:
@@ -154,6 +160,22 @@ def _check_offload(layout: Layout) -> None:
             f"delayed_update=on with offload_fraction={layout.offload_fraction}: only what is in host memory can be updated "
             "beside the step; leave offload_fraction out, or delayed_update"
         )
+
+
+def document_attention(
+    config: RunConfig, batch: MicroBatch, step: int, *, training: bool = True, tp_rank: int = 0
+) -> Attend:
+    """Attention inside each document of one micro-batch, for the heads of ``tp_rank``."""
+    model, train = config.model, config.train
+    windows = [model.layer_window(layer) for layer in range(model.num_layers)]
+    if train.attention == "fused":
+        return CausalAttend(batch.lengths, windows)
+    dropout = None
+    if training and model.dropout:
+        keys = [dropout_key(train.seed, step, layer, site=3) for layer in range(model.num_layers)]
+        first_head = tp_rank * (model.num_heads // config.layout.tp)
+        dropout = ScoreDropout(model.dropout, batch.token_index, keys, first_head)
+    return ScoresAttend(batch.lengths, windows, dropout)
 
 
 class Trainer:
@@ -239,11 +261,10 @@ class Trainer:
             batch = batch.padded(self.layout.tp)
         experts = self._for_experts(batch, training) if self.balancer is not None else {}
         batch = batch.to(self.device)
-        windows = [self.config.model.layer_window(layer) for layer in range(self.config.model.num_layers)]
         return self.model.context(
             batch.tokens,
             batch.positions,
-            CausalAttend(batch.lengths, windows),
+            document_attention(self.config, batch, step, training=training, tp_rank=self.mesh.tp.rank),
             targets=batch.targets,
             token_index=batch.token_index if training else None,
             seed=self.config.train.seed,

@@ -22,12 +22,11 @@ from shardwright.core.specs import parameter_specs
 from shardwright.launch import RankEnv, init_process_group, launch
 from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
-from shardwright.ops.attention import CausalAttend
 from shardwright.plan.collectives import predict_step
 from shardwright.train.data import MicroBatch, TrainSampler, collate, open_blend
 from shardwright.train.optim import learning_rate
 from shardwright.train.prepare import PreparedData, prepare_data
-from shardwright.train.step import Trainer
+from shardwright.train.step import Trainer, document_attention
 from shardwright.verify.mutate import UNBROKEN, find_mutation
 
 TOLERANCES = {
@@ -148,11 +147,10 @@ def _reference_update(
 
 
 def _reference_context(config: RunConfig, model: Transformer, batch: MicroBatch, step: int) -> Context:
-    windows = [config.model.layer_window(layer) for layer in range(config.model.num_layers)]
     return model.context(
         batch.tokens,
         batch.positions,
-        CausalAttend(batch.lengths, windows),
+        document_attention(config, batch, step),
         targets=batch.targets,
         token_index=batch.token_index,
         seed=config.train.seed,
