@@ -18,7 +18,12 @@ from proofs.pipeline import small_config, verified
 from shardwright.core.run_config import RunConfig
 
 KIB, MIB = 1 << 10, 1 << 20
-BARS = {("all_reduce", 64 * MIB): 5.0, ("all_reduce", KIB): 10.0, ("reduce_scatter", 64 * MIB): 8.0, ("all_gather", 64 * MIB): 8.0}
+BARS = {
+    ("all_reduce", 64 * MIB): 5.0,
+    ("all_reduce", KIB): 10.0,
+    ("reduce_scatter", 64 * MIB): 8.0,
+    ("all_gather", 64 * MIB): 8.0,
+}
 FOUR_RANKS = {("all_reduce", 64 * MIB): 3.0, ("reduce_scatter", 64 * MIB): 3.0, ("all_gather", 64 * MIB): 3.0}
 
 

@@ -267,8 +267,11 @@ def bench_train(
     layout: LayoutText = "dp=2,micro_batch=4",
     peer: Annotated[
         str,
-        typer.Option(help="ddp, zero_redundancy, fsdp1, fsdp2, parallelize_module, pipelining (PyTorch's) or deepspeed."),
+        typer.Option(
+            help="ddp, zero_redundancy, fsdp1, fsdp2, parallelize_module, pipelining (PyTorch's), deepspeed, or own: ours again."
+        ),
     ] = "ddp",
+    peer_layout: Annotated[str, typer.Option(help="The peer's layout; by default as ours.")] = "",
     model: Annotated[str, typer.Option(help="Preset or Hugging Face folder.")] = "bench-25m",
     seq_len: Annotated[int, typer.Option(min=2)] = 256,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of ours, theirs, ours, theirs.")] = 8,
@@ -283,7 +286,9 @@ def bench_train(
     _warm_up()
     from shardwright.bench import bench_table, bench_training
 
-    result = bench_training(layout or "dp=2", peer, model, seq_len, rounds, steps, tune_peer)
+    result = bench_training(
+        layout or "dp=2", peer, model, seq_len, rounds, steps, peer_layout=peer_layout, tune_peer=tune_peer
+    )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
