@@ -239,7 +239,9 @@ def draw_schedule(
 def bench_comm(
     ranks: Annotated[int, typer.Option(min=2, help="Ranks on this machine.")] = 2,
     most_mb: Annotated[int, typer.Option("--max-mb", min=1, help="Largest buffer in MiB.")] = 64,
-    transport: Annotated[list[str] | None, typer.Option(help="gloo, shm, 'shm own' or nccl. Repeatable; else all.")] = None,
+    transport: Annotated[
+        list[str] | None, typer.Option(help="gloo, 'gloo composed', shm, 'shm own' or nccl. Repeatable; else all.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for comm.json, comm.png and cluster.toml.")] = None,
     as_json: Json = False,
 ) -> None:
