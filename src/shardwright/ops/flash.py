@@ -75,7 +75,8 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
 def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q (G, K, S, H), k and v (G, K, R, H): views."""
     queries = _grouped(q, k.shape[1])
-    return queries, *(x.transpose(0, 1).expand(queries.shape[0], -1, -1, -1) for x in (k, v))
+    keys, values = (x.transpose(0, 1).expand(queries.shape[0], -1, -1, -1) for x in (k, v))
+    return queries, keys, values
 
 
 # -- where no fused kernel is called -------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def _rows(q: Tensor, num_keys: int) -> int:
 def _scores(q: Tensor, k: Tensor, first_row: int, causal: bool) -> Tensor:
     """Scaled scores (G, K, rows, R) of some rows, -inf where a row sees nothing."""
     wide = wide_dtype(q.dtype)
-    scores = (q.to(wide) * q.shape[-1] ** -0.5) @ k.to(wide).transpose(-1, -2)
+    scores = (q.to(wide) * float(q.shape[-1] ** -0.5)) @ k.to(wide).transpose(-1, -2)
     if causal:
         rows = torch.arange(first_row, first_row + q.shape[2], device=q.device).unsqueeze(1)
         scores.masked_fill_(torch.arange(k.shape[2], device=q.device) > rows, -torch.inf)

@@ -41,7 +41,7 @@ KV, KV_GRADIENT, HEADS_IN, HEADS_OUT = "kv", "kv gradient", "heads in", "heads o
 
 
 def cut_segments(lengths: Sequence[int], padding: int, size: int, kind: str) -> Segments:
-    """The documents of one micro-batch, its last ``padding`` tokens included, and how its tokens are split over ``size`` ranks."""
+    """The documents of one micro-batch, the last ``padding`` tokens included, and how the tokens are split over ranks."""
     split = contiguous(sum(lengths), size) if kind == "ulysses" else choose_split(lengths, size, padding)
     return Segments(tuple(lengths), split, padding)
 
@@ -88,7 +88,8 @@ class ContextAttend:
         packed = torch.cat(parts, 2).transpose(0, 1).reshape(size * tokens, -1)
         rows = [tokens] * size
         mixed = exchange_tokens(packed, self.comm, rows, rows, HEADS_IN).view(size * tokens, -1, head_dim)
-        out = self._whole.heads(*mixed.split([part.shape[2] for part in parts], 1), layer)
+        q, k, v = mixed.split([part.shape[2] for part in parts], 1)
+        out = self._whole.heads(q, k, v, layer)
         back = exchange_tokens(out.reshape(size * tokens, -1), self.comm, rows, rows, HEADS_OUT)
         return back.view(size, tokens, -1, head_dim).transpose(0, 1).reshape(tokens, num_heads, head_dim)
 

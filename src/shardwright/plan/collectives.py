@@ -52,10 +52,10 @@ def predict_step(
 ) -> Ledger:
     """Bytes that ``rank`` sends in one optimizer step of micro-batches of ``layout.micro_batch`` x ``seq_len`` tokens.
 
-    DDP (Li et al. 2020, section 3): 2 (N-1)/N of each bucket's bytes, once a step whatever the accumulation. Tensor
-    parallelism: per micro-batch and layer, see :func:`tensor_parallel_traffic`; context parallelism: likewise
-    :func:`context_traffic`. Pipeline: T x D per micro-batch and boundary, each way. Sharded data parallelism: :func:`bucket_traffic`. And the small messages that make every rank agree
-    on the token count, the norm and the loss.
+    DDP (Li et al. 2020, section 3): 2 (N-1)/N of each bucket's bytes, once a step whatever the accumulation. Tensor and
+    context parallelism: per micro-batch and layer, see :func:`tensor_parallel_traffic` and :func:`context_traffic`. Pipeline:
+    T x D per micro-batch and boundary, each way. Sharded data parallelism: :func:`bucket_traffic`. And the small messages
+    that make every rank agree on the token count, the norm and the loss.
     """
     ledger = Ledger()
     wide = 8 if layout.precision == "fp64" else 4

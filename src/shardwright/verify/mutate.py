@@ -6,16 +6,18 @@ A check that no mutation can turn red proves nothing. New collectives and new ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.comm.base import Comm, ReduceOp, Work
+from shardwright.core.segments import Range
 from shardwright.core.suggest import did_you_mean
 from shardwright.errors import ConfigError
 from shardwright.model.attention import Attention
+from shardwright.model.context import Context
 from shardwright.model.mlp import MLP
 from shardwright.ops.linear import add_bias
 from shardwright.parallel.bucket import Bucket
@@ -80,7 +82,8 @@ class _DropAllReduce(ForwardingComm):
 class _LeaveOut(ForwardingComm):
     """Leaves out the collectives over ``axis`` whose tensor has this name (or one that goes on with a dot).
 
-    A reduction then keeps the rank's own part, and a gather repeats it.
+    A reduction then keeps the rank's own part, a gather repeats it, an exchange gives back what was put in, and a send
+    brings zeros.
     """
 
     def __init__(self, inner: Comm, tensor: str, axis: str = "tp") -> None:
@@ -104,6 +107,16 @@ class _LeaveOut(ForwardingComm):
             return super().all_gather_start(output, tensor, name=name)
         output.view(self.size, *tensor.shape).copy_(tensor.expand(self.size, *tensor.shape))
         return Work()
+
+    def all_to_all(
+        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
+    ) -> Tensor:
+        if not self._meant(name):
+            return super().all_to_all(tensor, send_sizes, receive_sizes, name=name)
+        return tensor
+
+    def send(self, tensor: Tensor, to: int, *, name: str) -> Work:
+        return super().send(torch.zeros_like(tensor) if self._meant(name) else tensor, to, name=name)
 
 
 class _LoseSends(ForwardingComm):
@@ -349,6 +362,28 @@ def _delayed_twice(trainer: Trainer) -> None:
     delayed.start, delayed.finish = lambda: None, start_late  # type: ignore[method-assign]
 
 
+def _local_positions(trainer: Trainer) -> None:
+    """Each rank counts its own tokens from 0."""
+    context = trainer.model.context
+
+    def counted(tokens: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Context:
+        return context(tokens, torch.arange(len(positions)), *args, **kwargs)
+
+    trainer.model.context = counted  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, eq=False)
+class _ReversedCut(MicroBatch):
+    """A rank's tokens in descending order, with all that belongs to each."""
+
+    def cut(self, ranges: Sequence[Range]) -> MicroBatch:
+        return super().cut(ranges)._map(lambda tensor: tensor.flip(0))
+
+
+def _reversed_cut(batch: MicroBatch) -> MicroBatch:
+    return _ReversedCut(**{field.name: getattr(batch, field.name) for field in fields(batch)})
+
+
 def _one_document(batch: MicroBatch) -> MicroBatch:
     return replace(batch, lengths=(len(batch.tokens),))
 
@@ -495,12 +530,28 @@ OFFLOAD_MUTATIONS = {
 """Those that need ``offload``, the last two ``delayed_update`` too."""
 
 
+CONTEXT_MUTATIONS = {
+    mutation.name: mutation
+    for mutation in (
+        _left_out_over("cp", "lose-kv", "kv", "keys and values of other ranks never come"),
+        _left_out_over("cp", "lose-kv-gradients", "kv gradient", "keys and values learn from the rank's own queries only"),
+        _left_out_over("cp", "drop-heads-in", "heads in", "attention over one rank's tokens, several times"),
+        _left_out_over("cp", "drop-heads-out", "heads out", "heads and tokens change places"),
+        _left_out_over("cp", "drop-cp-gradients", "gradients", "each rank of cp trains on its own tokens"),
+        _left_out_over("dp_cp", "drop-dp-cp-gradients", "gradients", "each rank of dp x cp trains on its own tokens"),
+        Mutation("local-positions", "positions counted on the rank instead of in the document", trainer=_local_positions),
+        Mutation("reversed-cut", "tokens cut in another order than attention is told", batch=_reversed_cut),
+    )
+}
+"""Those that need cp > 1: ring or gathered keys and values, or the exchange of heads."""
+
+
 def find_mutation(name: str) -> Mutation:
     """The mutation of that name; raises `ConfigError` with the known ones."""
     from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS  # made of what is here
 
     known = MUTATIONS | TENSOR_MUTATIONS | PIPELINE_MUTATIONS | ZERO_MUTATIONS | OFFLOAD_MUTATIONS
-    known = known | VALUE_MUTATIONS | PLACE_MUTATIONS
+    known = known | CONTEXT_MUTATIONS | VALUE_MUTATIONS | PLACE_MUTATIONS
     if name not in known:
         raise ConfigError(f"mutation {name!r} is not known; {did_you_mean(name, known)}")
     return known[name]
