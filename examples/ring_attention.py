@@ -21,7 +21,7 @@ VOCABULARY, HALF, DIM, HEADS, STEPS, LEARNING_RATE = 8, 16, 32, 1, 120, 0.01
 
 
 class Copier(nn.Module):
-    """tokens and positions (t,) of this rank -> logits (t, VOCABULARY): one layer of attention, nothing else sees other tokens."""
+    """tokens and positions (t,) of this rank -> logits (t, VOCABULARY): one layer of attention."""
 
     def __init__(self) -> None:
         super().__init__()
