@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ranks.kit import run_ranks
 from ranks.runs import Judge, Run, make_config, red, trace_runs, write_documents
+from shardwright.comm.mesh import Mesh
 from shardwright.core.ledger import Ledger
+from shardwright.core.run_config import RunConfig
+from shardwright.launch import RankEnv
+from shardwright.train.data import MicroBatch
 from shardwright.train.prepare import PreparedData, prepare_data
+from shardwright.train.step import Trainer
 from shardwright.verify.mutate import CONTEXT_MUTATIONS
 from shardwright.verify.parity import Trace
 
@@ -41,7 +50,7 @@ CASES: dict[str, Case] = {
     "ring, odd tokens": (QWEN3, f"cp=2,micro_batch=3,microbatches=2,{FP64}", [ODD_TOKENS]),
     "ulysses, one kv head": (QWEN3, f"cp=2,{ULYSSES},{FP64}", [ODD_TOKENS]),
     "ulysses, windows": (WINDOW, f"cp=2,{ULYSSES},{FP64}", [CROSSING]),
-    "adamw, clipped": (GPT2, f"cp=2,{FP64}", ["optim.name=adamw", "optim.clip=0.05"]),
+    "adamw, clipped": (LLAMA | {"dropout": 0.1}, f"cp=2,{FP64}", ["optim.name=adamw", "optim.clip=0.05"]),
     "frozen": (LLAMA, f"cp=2,{FP64}", ['train.freeze=["embedding.", "blocks.0.", "blocks.1.attention.k"]']),
     "loss in chunks": (TIED, f"cp=2,{FP64}", ["train.loss_chunk=13"]),
     **{f"{kind}, recompute={recompute}": (GPT2, f"cp=2,cp_kind={kind},microbatches=2,recompute={recompute}", [])
@@ -140,6 +149,40 @@ def test_what_breaks_a_layout_turns_it_red(
 
 def test_every_mutation_is_tried() -> None:
     assert {name for name, _, _ in BROKEN.values()} >= set(CONTEXT_MUTATIONS)
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+def fits(env: RankEnv, config: RunConfig, tokens: int, room: int) -> bool:
+    """Whether a step on one document of ``tokens`` fits ``room`` bytes beyond what a rank at work holds; the kernel refuses
+    more. Messages go over gloo: shared memory would not count.
+    """
+    trainer = Trainer(config, Mesh.distributed(config.layout, env.rank))
+
+    def document(length: int) -> MicroBatch:
+        numbers = torch.arange(length)
+        return MicroBatch(numbers % 64, (numbers + 1) % 64, numbers, numbers, (length,), length, (0,))
+
+    trainer.step([document(64)], 0)
+    gc.collect()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    limit = int(status.split("VmData:")[1].split()[0]) * 1024 + room
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    try:
+        trainer.step([document(tokens)], 1)
+    except (RuntimeError, MemoryError) as error:
+        assert "memory" in str(error) or "bad_alloc" in str(error), error
+        return False
+    return True
+
+
+def test_two_ranks_train_what_one_has_no_room_for(folder: str) -> None:
+    """About 20 kB a token: 40 MB on one rank, 20 MB and the blocks on their way on each of two."""
+    model = LLAMA | {"vocab_size": 64, "dim": 64, "num_layers": 6, "num_heads": 8, "ffn_dim": 128, "max_positions": 4096}
+    for layout, expected in (("cp=1", False), ("cp=2", True)):
+        config = make_config(folder, model, f"comm=gloo,{layout}", ["train.loss_chunk=256"])
+        assert run_ranks(fits, config.layout.world_size, config, 2048, 30 << 20) == [expected] * config.layout.world_size
 
 
 # ------------------------------------------------------------------------------------------ what the ledger shows

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright.comm.base import Work
+from shardwright.comm.dry import DryComm
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.solo import SoloComm
+from shardwright.core.layout import Layout
+from shardwright.core.presets import preset
+from shardwright.core.run_config import RunConfig
 from shardwright.core.segments import Segments, TokenSplit, by_work, contiguous, zigzag
+from shardwright.errors import LayoutError
 from shardwright.ops import flash
 from shardwright.ops.flash import block_backward, block_forward, merge
+from shardwright.parallel import context
 from shardwright.parallel.context import ContextAttend, ring_attention, ring_tokens
 from shardwright.train.data import IGNORE, MicroBatch
+from shardwright.train.step import check_supported
 
 
 class Together(SoloComm):
@@ -166,6 +175,80 @@ def test_one_rank_needs_no_special_case() -> None:
         want = whole(q, k, v, d_out, (3, 5))
         for mine, other in zip((out.detach(), *(x.grad for x in local)), want, strict=True):
             assert mine is not None and relative(mine, other) < 1e-14
+
+
+# ------------------------------------------------------------------------------------------ the order of the messages
+
+
+class Told(DryComm):
+    """Writes down what is started and what is waited for."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__("cp", 1, (0, 1, 2))
+        self.log = log
+
+    def send(self, tensor: Tensor, to: int, *, name: str) -> Work:
+        self.log.append(f"send {name}")
+        return Waited(self.log, f"sent {name}")
+
+    def receive(self, output: Tensor, source: int, *, name: str) -> Work:
+        self.log.append(f"receive {name}")
+        return Waited(self.log, f"received {name}")
+
+
+class Waited(Work):
+    def __init__(self, log: list[str], what: str) -> None:
+        self._log, self._what = log, what
+
+    def wait(self) -> None:
+        self._log.append(self._what)
+
+
+def test_each_hop_is_under_way_while_a_block_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    def told(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (log.append("compute"), function(*args))[1]
+
+    for name in ("block_forward", "block_backward"):
+        monkeypatch.setattr(context, name, told(getattr(context, name)))
+    attend_ = ContextAttend(Told(log), Segments((12,), zigzag(12, 3)), "ring")
+    q, k, v = (torch.empty(4, 2, 4, device="meta", requires_grad=True) for _ in range(3))
+    out = attend_.heads(q, k, v, 0)
+    hop = ["receive kv", "send kv", "compute", "received kv", "sent kv"]
+    assert log == [*hop, *hop, "compute"]
+    log.clear()
+    out.backward(torch.empty_like(out))
+    start, taken = ["receive kv gradient", "send kv gradient"], "received kv gradient"
+    before, after = hop[:3], hop[3:]  # a gradient is waited for when the next block's share is computed
+    later = [taken, "sent kv gradient", *start]
+    assert log == [*before, *start, *after, *before, *later, *after, "compute", *later, taken, "sent kv gradient"]
+
+
+# ------------------------------------------------------------------------------------------ what is refused
+
+
+def test_heads_that_cannot_be_exchanged_are_refused_with_what_works() -> None:
+    model = preset("tiny", num_heads=6, num_kv_heads=3, head_dim=8)
+    Layout.parse("cp=3,cp_kind=ulysses").check_model(model)
+    Layout.parse("cp=4").check_model(model)
+    with pytest.raises(LayoutError, match=r"cp=4 .* 6 attention heads .* use cp=1, 2, 3 or 6, or cp_kind=ring"):
+        Layout.parse("cp=4,cp_kind=ulysses").check_model(model)
+    with pytest.raises(LayoutError, match=r"the 3 KV heads of a rank must divide one another; use cp=1, 3 or 6"):
+        Layout.parse("cp=2,cp_kind=ulysses").check_model(model)
+
+
+def test_windows_and_compiled_blocks_are_refused() -> None:
+    def config(layout: str, sets: Sequence[str], **model: object) -> RunConfig:
+        shapes = {"vocab_size": 64, "dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 16, "max_positions": 64}
+        return RunConfig.of({"model": shapes | model, "data": {"sources": "synthetic:sentences", "seq_len": 32}}, sets, layout)
+
+    check_supported(config("cp=2,cp_kind=ulysses", [], sliding_window=8))
+    check_supported(config("cp=2", [], sliding_window=32))
+    with pytest.raises(LayoutError, match=r"window of 8 tokens is shorter than data.seq_len=32; use cp_kind=ulysses"):
+        check_supported(config("cp=2", [], sliding_window=8))
+    with pytest.raises(LayoutError, match=r"train.compile=true with cp=2"):
+        check_supported(config("cp=2", ["train.compile=true"]))
 
 
 # ------------------------------------------------------------------------------------------ one block
