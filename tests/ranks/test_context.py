@@ -85,7 +85,7 @@ BF16: dict[str, Case] = {
     f"bf16, {kind}": (LLAMA, f"cp=4,cp_kind={kind},precision=bf16", [CROSSING]) for kind in ("ring", "allgather")
 }
 
-RING, WHOLE = (GPT2, "cp=2,micro_batch=2", [CROSSING]), {"loss", "gradients", "parameters", "norm"}
+RING, WHOLE = (GPT2, "cp=2", [CROSSING]), {"loss", "gradients", "parameters", "norm"}
 GATHERED, EXCHANGED = (GPT2, f"cp=2,{GATHER}", []), (GPT2, f"cp=2,{ULYSSES}", [])
 BROKEN: dict[str, tuple[str, Case, set[str]]] = {
     "lost blocks": ("lose-kv", RING, WHOLE),
