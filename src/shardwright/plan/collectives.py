@@ -258,14 +258,17 @@ def context_traffic(ledger: Ledger, model: ModelConfig, layout: Layout, seq_len:
     value, wide = ACTIVATION_BYTES[layout.precision], 8 if layout.precision == "fp64" else 4
     times = layout.microbatches * sum(unit.startswith("blocks.") for unit in units)
     heads, kv_heads = model.num_heads // layout.tp, max(model.num_kv_heads // layout.tp, 1)
-    block = 2 * tokens * kv_heads * model.head_dim  # elements of the keys and values of one rank's tokens
+    width = model.head_dim
+    if model.mla is not None:  # latents are taken apart before attention, all heads to one width
+        kv_heads, width = heads, max(width, model.mla.v_head_dim)
+    block = 2 * tokens * kv_heads * width  # elements of the keys and values of one rank's tokens
 
     def add(phase: str, verb: str, tensor: str, num_bytes: int, count: int = 1) -> None:
         if times:
             ledger.add(phase, verb, "cp", tensor, num_bytes * count * times, count=count * times)
 
     if layout.cp_kind == "ulysses":
-        others = (c - 1) * tokens * model.head_dim * value  # of one head of each rank
+        others = (c - 1) * tokens * width * value  # of one head of each rank
         for phase in ("F", "recompute", "B") if layout.recompute == "full" else ("F", "B"):
             add(phase, "all_to_all", "heads in", others * ((heads + 2 * max(kv_heads, c)) // c))
             add(phase, "all_to_all", "heads out", others * (heads // c))
