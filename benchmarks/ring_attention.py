@@ -3,8 +3,9 @@
     python benchmarks/ring_attention.py [--ranks 2] [--tokens 8192] [--json FILE]
 
 Forward and backward, fp32. Both must give the same numbers. ``ratio`` is one process' time over the ring's (medians of runs in
-turns): the share of its speed that the ring reaches. ``critical_path`` has the work on the longest path of a contiguous split
-over that of the zigzag split at 4 ranks, counted, not timed.
+turns): the share of its speed that the ring reaches. ``cpu_ratio`` is the same of CPU time, which other programs hardly change
+(moving and merging blocks count). ``critical_path`` has the work on the longest path of a contiguous split over that of the zigzag
+split at 4 ranks, counted, not timed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from shardwright.launch import RankEnv, init_process_group, run_local_ranks
 
 Shape = tuple[int, int, int, int]
 """Tokens, query heads, KV heads, head dim."""
-Run = tuple[list[float], list[Tensor], float]
-"""Seconds of each repeat, output and gradients of q, k, v of the rank's tokens, seconds waited for other ranks."""
+Run = tuple[list[float], list[Tensor], float, float]
+"""Seconds of each repeat; output and gradients of q, k, v of the rank's tokens; seconds waited for other ranks in the last
+repeat; CPU seconds of a repeat."""
 
 
 def values(shape: Shape) -> list[Tensor]:
@@ -40,38 +42,40 @@ def ring(env: RankEnv, shape: Shape, repeats: int) -> Run:
     init_process_group(env)
     mesh = Mesh.distributed(Layout(cp=env.world_size), env.rank)
     *local, d_out = (torch.cat([x[slice(*part)] for part in ring_tokens(shape[0], mesh)]) for x in values(shape))
-    seconds, results = [], []
+    seconds, cpu_seconds, results = [], [], []
     for _ in range(repeats + 1):  # the first warms up
         local = [x.detach().requires_grad_() for x in local]
         mesh.cp.barrier()
         mesh.recorder.take()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         out = ring_attention(local[0], local[1], local[2], mesh)
         out.backward(d_out)
         mesh.cp.barrier()
         seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - cpu)
         results = [out.detach(), *(x.grad for x in local if x.grad is not None)]
-    return seconds[1:], results, mesh.recorder.take().exposed_seconds
+    return seconds[1:], results, mesh.recorder.take().exposed_seconds, statistics.median(cpu_seconds[1:])
 
 
 def whole(env: RankEnv, shape: Shape, repeats: int) -> Run:
     *local, d_out = values(shape)
-    seconds, results = [], []
+    seconds, cpu_seconds, results = [], [], []
     for _ in range(repeats + 1):
         local = [x.detach().requires_grad_() for x in local]
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         heads = [x.transpose(0, 1).unsqueeze(0) for x in local]
         out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=shape[1] != shape[2])
         out.backward(d_out.transpose(0, 1).unsqueeze(0))
         seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - cpu)
         results = [out.detach()[0].transpose(0, 1), *(x.grad for x in local if x.grad is not None)]
-    return seconds[1:], results, 0.0
+    return seconds[1:], results, 0.0, statistics.median(cpu_seconds[1:])
 
 
 def largest_difference(ranks: list[Run], reference: Run, tokens: int) -> float:
     """Over output and gradients: max |a - b| / max |b|."""
     split, worst = zigzag(tokens, len(ranks)), 0.0
-    for rank, (_, results, _) in enumerate(ranks):
+    for rank, (_, results, _, _) in enumerate(ranks):
         for mine, want in zip(results, reference[1], strict=True):
             own = torch.cat([want[slice(*part)] for part in split.ranges[rank]])
             worst = max(worst, ((mine - own).abs().max() / want.abs().max()).item())
@@ -82,17 +86,19 @@ def measure(ranks: int, shape: Shape, rounds: int, repeats: int) -> dict[str, ob
     """Ring and one process in turns; what the module's docstring says."""
     ours: list[float] = []
     theirs: list[float] = []
-    waited, difference = [], 0.0
+    waited, cpu_ratios, difference = [], [], 0.0
     for _ in range(rounds):
         found = run_local_ranks(ring, ranks, (shape, repeats), threads_per_rank=1, time_limit_s=600)
         (reference,) = run_local_ranks(whole, 1, (shape, repeats), threads_per_rank=ranks, time_limit_s=600)
         ours += [max(times) for times in zip(*(run[0] for run in found), strict=True)]
         theirs += reference[0]
         waited.append(max(run[2] for run in found))
+        cpu_ratios.append(reference[3] / sum(run[3] for run in found))
         difference = max(difference, largest_difference(found, reference, shape[0]))
     paths = [Segments((shape[0],), split(shape[0], 4)).critical_work for split in (contiguous, zigzag)]
     return {
         "ratio": statistics.median(theirs) / statistics.median(ours),
+        "cpu_ratio": statistics.median(cpu_ratios),
         "ring_seconds": statistics.median(ours),
         "one_process_seconds": statistics.median(theirs),
         "exposed_seconds": statistics.median(waited),
