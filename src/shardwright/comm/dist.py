@@ -155,10 +155,10 @@ class DistComm(Comm):
         return tensor
 
     def send(self, tensor: Tensor, to: int, *, name: str) -> Work:
-        return self._started("send", name, dist.isend(tensor, self.ranks[to], self.group))
+        return self._message("send", name, dist.isend, tensor, to)
 
     def receive(self, output: Tensor, source: int, *, name: str) -> Work:
-        return self._started("receive", name, dist.irecv(output, self.ranks[source], self.group))
+        return self._message("receive", name, dist.irecv, output, source)
 
     def barrier(self, *, name: str = "barrier") -> None:
         self._start("barrier", name, dist.barrier).wait()
@@ -177,6 +177,13 @@ class DistComm(Comm):
             work = function(*args, group=self.group, async_op=True)
         except RuntimeError as error:
             raise _peer_error(what, error) from error
+        return self._started(verb, name, work)
+
+    def _message(self, verb: str, name: str, function: Callable[..., Any], tensor: Tensor, peer: int) -> Work:
+        try:
+            work = function(tensor, self.ranks[peer], self.group)
+        except RuntimeError as error:
+            raise _peer_error(f"{verb} of {name!r} over {self.axis}", error) from error
         return self._started(verb, name, work)
 
     def _started(self, verb: str, name: str, work: dist.Work | None) -> Work:
