@@ -4,8 +4,8 @@
 
 Forward and backward, fp32. Both must give the same numbers. ``ratio`` is one process' time over the ring's (medians of runs in
 turns): the share of its speed that the ring reaches. ``cpu_ratio`` is the same of CPU time, which other programs hardly change
-(moving and merging blocks count). ``critical_path`` has the work on the longest path of a contiguous split over that of the zigzag
-split at 4 ranks, counted, not timed.
+(moving and merging blocks count). ``critical_path`` is the work on the longest path of a contiguous split over that of the
+zigzag split at 4 ranks, counted, not timed.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from shardwright.launch import RankEnv
 from shardwright.train.data import MicroBatch
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.step import Trainer
-from shardwright.verify.mutate import CONTEXT_MUTATIONS
+from shardwright.verify.mutate_context import CONTEXT_MUTATIONS
 from shardwright.verify.parity import Trace
 
 pytestmark = pytest.mark.timeout(300)  # the first test makes the runs of all; on busy cores that may take minutes

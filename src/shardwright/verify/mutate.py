@@ -6,18 +6,16 @@ A check that no mutation can turn red proves nothing. New collectives and new ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.comm.base import Comm, ReduceOp, Work
-from shardwright.core.segments import Range
 from shardwright.core.suggest import did_you_mean
 from shardwright.errors import ConfigError
 from shardwright.model.attention import Attention
-from shardwright.model.context import Context
 from shardwright.model.mlp import MLP
 from shardwright.ops.linear import add_bias
 from shardwright.parallel.bucket import Bucket
@@ -362,28 +360,6 @@ def _delayed_twice(trainer: Trainer) -> None:
     delayed.start, delayed.finish = lambda: None, start_late  # type: ignore[method-assign]
 
 
-def _local_positions(trainer: Trainer) -> None:
-    """Each rank counts its own tokens from 0."""
-    context = trainer.model.context
-
-    def counted(tokens: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Context:
-        return context(tokens, torch.arange(len(positions)), *args, **kwargs)
-
-    trainer.model.context = counted  # type: ignore[method-assign]
-
-
-@dataclass(frozen=True, eq=False)
-class _ReversedCut(MicroBatch):
-    """A rank's tokens in descending order, with all that belongs to each."""
-
-    def cut(self, ranges: Sequence[Range]) -> MicroBatch:
-        return super().cut(ranges)._map(lambda tensor: tensor.flip(0))
-
-
-def _reversed_cut(batch: MicroBatch) -> MicroBatch:
-    return _ReversedCut(**{field.name: getattr(batch, field.name) for field in fields(batch)})
-
-
 def _one_document(batch: MicroBatch) -> MicroBatch:
     return replace(batch, lengths=(len(batch.tokens),))
 
@@ -496,19 +472,19 @@ PIPELINE_MUTATIONS = {
 """Those that need pp > 1: the tied one a tied head on another rank than the embedding, the last a schedule with W."""
 
 
-def _left_out_over(axis: str, name: str, tensor: str, stands_for: str) -> Mutation:
+def left_out_over(axis: str, name: str, tensor: str, stands_for: str) -> Mutation:
     return Mutation(name, stands_for, lambda comm: _LeaveOut(comm, tensor, axis))
 
 
 ZERO_MUTATIONS = {
     mutation.name: mutation
     for mutation in (
-        _left_out_over(
+        left_out_over(
             "dp_shard", "drop-reduce-scatter", "gradients", "each rank updates its shard by its own batch only"
         ),
-        _left_out_over("dp_shard", "drop-parameter-gather", "parameters", "each rank takes its own shard for all"),
-        _left_out_over("dp_shard", "drop-shard-norm", "norm", "each rank clips by the norm of its own shard"),
-        _left_out_over("dp_replicate", "drop-replica-sum", "gradients", "replicas of shards train apart"),
+        left_out_over("dp_shard", "drop-parameter-gather", "parameters", "each rank takes its own shard for all"),
+        left_out_over("dp_shard", "drop-shard-norm", "norm", "each rank clips by the norm of its own shard"),
+        left_out_over("dp_replicate", "drop-replica-sum", "gradients", "replicas of shards train apart"),
         Mutation("others-shard", "shards are gathered in another order than they are cut", _OthersShard),
         Mutation("dirty-padding", "what a shard is padded with counts", trainer=_gradients_of_the_last_step),
         Mutation("last-reduction-only", "shards of micro-batches overwritten", trainer=_last_reduction_only),
@@ -530,25 +506,10 @@ OFFLOAD_MUTATIONS = {
 """Those that need ``offload``, the last two ``delayed_update`` too."""
 
 
-CONTEXT_MUTATIONS = {
-    mutation.name: mutation
-    for mutation in (
-        _left_out_over("cp", "lose-kv", "kv", "keys and values of other ranks never come"),
-        _left_out_over("cp", "lose-kv-gradients", "kv gradient", "keys and values learn from the rank's own queries only"),
-        _left_out_over("cp", "drop-heads-in", "heads in", "attention over one rank's tokens, several times"),
-        _left_out_over("cp", "drop-heads-out", "heads out", "heads and tokens change places"),
-        _left_out_over("cp", "drop-cp-gradients", "gradients", "each rank of cp trains on its own tokens"),
-        _left_out_over("dp_cp", "drop-dp-cp-gradients", "gradients", "each rank of dp x cp trains on its own tokens"),
-        Mutation("local-positions", "positions counted on the rank instead of in the document", trainer=_local_positions),
-        Mutation("reversed-cut", "tokens cut in another order than attention is told", batch=_reversed_cut),
-    )
-}
-"""Those that need cp > 1: ring or gathered keys and values, or the exchange of heads."""
-
-
 def find_mutation(name: str) -> Mutation:
     """The mutation of that name; raises `ConfigError` with the known ones."""
-    from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS  # made of what is here
+    from shardwright.verify.mutate_context import CONTEXT_MUTATIONS  # these are made of what is here
+    from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS
 
     known = MUTATIONS | TENSOR_MUTATIONS | PIPELINE_MUTATIONS | ZERO_MUTATIONS | OFFLOAD_MUTATIONS
     known = known | CONTEXT_MUTATIONS | VALUE_MUTATIONS | PLACE_MUTATIONS
