@@ -350,6 +350,7 @@ def test_samples_go_on_where_the_checkpoint_says_though_the_batch_changed(folder
         "dp=4,zero=2,dp_replicate=2",
         "dp=1,tp=2,zero=1,micro_batch=4",
         "dp=2,pp=2,zero=3,reshard=after_backward,microbatches=2",
+        "cp=2,zero=3,micro_batch=4",
     ],
 )
 def test_a_checkpoint_of_shards_is_whole_and_fits_any_layout(layout: str, folder: Path, sharded: RunConfig) -> None:
@@ -363,6 +364,8 @@ def test_a_checkpoint_of_shards_is_whole_and_fits_any_layout(layout: str, folder
         assert_same_state(load(config, 6), load(sharded, 6))
     else:
         assert found == pytest.approx(losses(sharded)[3:], rel=1e-5)
+        held_out = [[r["valid_loss"] for r in read_metrics(c.train.run_dir) if "valid_loss" in r][-1] for c in (config, sharded)]
+        assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
         weights, expected = load(config, 6).weights, load(sharded, 6).weights
         assert all(torch.allclose(weights[name], value, atol=2e-3) for name, value in expected.items())
     assert "head.weight" not in load(config, 6).weights

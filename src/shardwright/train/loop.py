@@ -200,7 +200,7 @@ class Run:
         self.trainer = Trainer(config, mesh, device)
         self.trainer.executor.note = env.note
         place = mesh.coordinates
-        self.clock = RankClock(mesh.rank, place["pp"], ", ".join(f"{axis} {place[axis]}" for axis in ("pp", "dp", "tp")))
+        self.clock = RankClock(mesh.rank, place["pp"], ", ".join(f"{axis} {place[axis]}" for axis in ("pp", "dp", "cp", "tp")))
         self.step, self.samples = 0, 0
         self.checkpoint: Path | None = None
         self._restore()
@@ -275,6 +275,9 @@ class Run:
             record["aux_loss"] = balance.aux_loss
             record |= balance_record(balance.counts, balance.dropped, balance.rerouted)
             self.experts.add(balance.counts)
+        if result.token_splits:
+            record["attention_balance"] = result.attention_balance
+            record["token_splits"] = list(result.token_splits)
         if evaluated and self.valid_loss is not None:
             record["valid_loss"] = self.valid_loss
             record["bits_per_byte"] = self._bits_per_byte()

@@ -38,6 +38,7 @@ TENSORBOARD_TAGS: Mapping[str, str] = {
     "exposed_communication_seconds": "speed/exposed_communication_seconds",
     "exposed_tail_seconds": "speed/exposed_tail_seconds",
     "rank_skew_seconds": "speed/rank_skew_seconds",
+    "attention_balance": "speed/attention_balance",
     "peak_memory_bytes": "memory/peak_bytes",
     "aux_loss": "experts/aux_loss",
     "expert_max_over_mean": "experts/max_over_mean",
@@ -78,6 +79,10 @@ class StepRecord(TypedDict):
     slowest_rank: NotRequired[int]
     exposed_tail_seconds: NotRequired[float]
     """Waited for gradient buckets after the last backward."""
+    attention_balance: NotRequired[float]
+    """With context parallelism: attention work of the busiest rank over the mean, 1 is even."""
+    token_splits: NotRequired[list[str]]
+    """With context parallelism: how each micro-batch's tokens were split (contiguous, zigzag, by work, heads)."""
     skipped: NotRequired[bool]
     """The update was not applied (gradients were not finite)."""
     aux_loss: NotRequired[float]

@@ -327,6 +327,12 @@ def _speed_lines(records: Sequence[Record]) -> list[Line]:
     skew = middle("rank_skew_seconds")
     if skew is not None:
         lines.append(("rank skew", f"{format_seconds(skew)}{_slowest(records)}"))
+    balance = middle("attention_balance")
+    if balance is not None:
+        worst = max(series(records, "attention_balance")[1])
+        splits = Counter(split for record in records for split in record.get("token_splits", ()))
+        shown = ", ".join(f"{name} {count / splits.total():.0%}" for name, count in splits.most_common())
+        lines.append(("attention work", f"max/mean {balance:.2f} over cp, at most {worst:.2f}; tokens split {shown}"))
     peak = max(series(records, "peak_memory_bytes")[1], default=0)
     if peak:
         lines.append(("peak memory", f"{format_bytes(peak)} per rank"))

@@ -19,6 +19,7 @@ from shardwright.train.prepare import prepare_data
 from shardwright.train.step import check_supported
 from shardwright.verify.matrix import Runner, small_config
 from shardwright.verify.mutate import MUTATIONS, PIPELINE_MUTATIONS, TENSOR_MUTATIONS, ZERO_MUTATIONS, Mutation
+from shardwright.verify.mutate_context import CONTEXT_MUTATIONS
 from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS
 from shardwright.verify.parity import Verification, comparable
 
@@ -45,6 +46,7 @@ FAMILIES: tuple[tuple[Mapping[str, Mutation], Base], ...] = (
     (PIPELINE_MUTATIONS, _PIPELINE),
     (ZERO_MUTATIONS, Base("dp=2,zero=3")),
     (PLACE_MUTATIONS, Base("tp=2")),
+    (CONTEXT_MUTATIONS, Base("cp=2", sets=("data.cross_documents=true",))),
 )
 """Mutations and the layout that has what they break."""
 
@@ -56,6 +58,9 @@ BASES: Mapping[str, Base] = {
     "drop-replica-sum": Base("dp=4,zero=3,dp_replicate=2,microbatches=2"),
     "dirty-padding": Base("dp=3,zero=2"),
     "last-reduction-only": Base("dp=2,zero=2,microbatches=2,accumulate=reduce"),
+    "drop-heads-in": Base("cp=2,cp_kind=ulysses"),
+    "drop-heads-out": Base("cp=2,cp_kind=ulysses"),
+    "drop-dp-cp-gradients": Base("cp=2,dp=2"),
     "swap-shard-ranks": Base("dp=2,zero=3"),
 }
 """Those of a family that need another layout than the rest."""

@@ -80,7 +80,8 @@ class _DropAllReduce(ForwardingComm):
 class _LeaveOut(ForwardingComm):
     """Leaves out the collectives over ``axis`` whose tensor has this name (or one that goes on with a dot).
 
-    A reduction then keeps the rank's own part, and a gather repeats it.
+    A reduction then keeps the rank's own part, a gather repeats it, an exchange gives back what was put in, and a send
+    brings zeros.
     """
 
     def __init__(self, inner: Comm, tensor: str, axis: str = "tp") -> None:
@@ -104,6 +105,16 @@ class _LeaveOut(ForwardingComm):
             return super().all_gather_start(output, tensor, name=name)
         output.view(self.size, *tensor.shape).copy_(tensor.expand(self.size, *tensor.shape))
         return Work()
+
+    def all_to_all(
+        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
+    ) -> Tensor:
+        if not self._meant(name):
+            return super().all_to_all(tensor, send_sizes, receive_sizes, name=name)
+        return tensor
+
+    def send(self, tensor: Tensor, to: int, *, name: str) -> Work:
+        return super().send(torch.zeros_like(tensor) if self._meant(name) else tensor, to, name=name)
 
 
 class _LoseSends(ForwardingComm):
@@ -461,19 +472,19 @@ PIPELINE_MUTATIONS = {
 """Those that need pp > 1: the tied one a tied head on another rank than the embedding, the last a schedule with W."""
 
 
-def _left_out_over(axis: str, name: str, tensor: str, stands_for: str) -> Mutation:
+def left_out_over(axis: str, name: str, tensor: str, stands_for: str) -> Mutation:
     return Mutation(name, stands_for, lambda comm: _LeaveOut(comm, tensor, axis))
 
 
 ZERO_MUTATIONS = {
     mutation.name: mutation
     for mutation in (
-        _left_out_over(
+        left_out_over(
             "dp_shard", "drop-reduce-scatter", "gradients", "each rank updates its shard by its own batch only"
         ),
-        _left_out_over("dp_shard", "drop-parameter-gather", "parameters", "each rank takes its own shard for all"),
-        _left_out_over("dp_shard", "drop-shard-norm", "norm", "each rank clips by the norm of its own shard"),
-        _left_out_over("dp_replicate", "drop-replica-sum", "gradients", "replicas of shards train apart"),
+        left_out_over("dp_shard", "drop-parameter-gather", "parameters", "each rank takes its own shard for all"),
+        left_out_over("dp_shard", "drop-shard-norm", "norm", "each rank clips by the norm of its own shard"),
+        left_out_over("dp_replicate", "drop-replica-sum", "gradients", "replicas of shards train apart"),
         Mutation("others-shard", "shards are gathered in another order than they are cut", _OthersShard),
         Mutation("dirty-padding", "what a shard is padded with counts", trainer=_gradients_of_the_last_step),
         Mutation("last-reduction-only", "shards of micro-batches overwritten", trainer=_last_reduction_only),
@@ -497,10 +508,11 @@ OFFLOAD_MUTATIONS = {
 
 def find_mutation(name: str) -> Mutation:
     """The mutation of that name; raises `ConfigError` with the known ones."""
-    from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS  # made of what is here
+    from shardwright.verify.mutate_context import CONTEXT_MUTATIONS  # these are made of what is here
+    from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS
 
     known = MUTATIONS | TENSOR_MUTATIONS | PIPELINE_MUTATIONS | ZERO_MUTATIONS | OFFLOAD_MUTATIONS
-    known = known | VALUE_MUTATIONS | PLACE_MUTATIONS
+    known = known | CONTEXT_MUTATIONS | VALUE_MUTATIONS | PLACE_MUTATIONS
     if name not in known:
         raise ConfigError(f"mutation {name!r} is not known; {did_you_mean(name, known)}")
     return known[name]
