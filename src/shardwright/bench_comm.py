@@ -65,7 +65,8 @@ def bench_comm(ranks: int, most_bytes: int, transports: Sequence[str] = ()) -> d
     """Measure and fit; ``transports`` of ``gloo``, ``gloo composed``, ``shm``, ``shm own`` and ``nccl``, all that are at hand
     by default.
 
-    ``gloo`` has the verbs of PyTorch, ``gloo composed`` those that we make of them. ``shm own``: buffers of `Comm.empty`, which peers read in place; so are gathers and scatters in all transports, as in a
+    ``gloo`` has the verbs of PyTorch, ``gloo composed`` those that we make of them. ``shm own``: buffers of `Comm.empty`,
+    which peers read in place; so are gathers and scatters in all transports, as in a
     training step: a rank's part is its own slice of the full buffer. Raises `ConfigError` below 2 ranks.
     """
     if ranks < 2:
