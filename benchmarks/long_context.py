@@ -1,6 +1,6 @@
 """The longest sequence that trains on one rank under a memory limit, and 7 and 8 times that on cp=8 under the same limit.
 
-    python benchmarks/long_context.py [--limit-mib 640] [--json FILE]
+    python benchmarks/long_context.py [--limit-mib 480] [--json FILE]
 
 The limit is RLIMIT_DATA (private writable memory, the interpreter and libraries included) of each process, so an allocation
 beyond it fails. Messages go over gloo, so that no buffer lies in memory which the limit does not count. ``one`` is the
@@ -127,7 +127,7 @@ def measure(limit: int, step: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit-mib", type=int, default=640)
+    parser.add_argument("--limit-mib", type=int, default=480)
     parser.add_argument("--step", type=int, default=128)
     parser.add_argument("--json", type=Path, help="keep the result here, too")
     given = parser.parse_args()
