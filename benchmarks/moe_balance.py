@@ -48,7 +48,7 @@ def run_config(text: str, steps: int, folder: Path, **moe: Any) -> RunConfig:
         {
             "model": model,
             "data": {"sources": text, "seq_len": 128, "cache": str(folder / "datasets")},
-            "optim": {"lr": 4e-3, "warmup_steps": 10},
+            "optim": {"lr": 2e-3, "warmup_steps": 10},
             "router": {"bias_rate": 0.01},
             "train": {"steps": steps, "run_dir": str(folder / "run"), "threads": 1},
             "layout": "micro_batch=8",
