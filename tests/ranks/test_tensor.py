@@ -35,6 +35,14 @@ GPT2 = FOUR | {
 }  # fmt: skip
 QWEN2 = LLAMA | {"family": "qwen2", "qkv_bias": True, "tied_head": True}
 QWEN3 = LLAMA | {"family": "qwen3", "qk_norm": True, "head_dim": 12}
+LATENT = FOUR | {
+    "family": "deepseek_v3",
+    "mla": {"kv_lora_rank": 12, "q_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},
+}
+STRAIGHT = FOUR | {
+    "family": "deepseek_v2", "rope_scaling": {"kind": "yarn", "factor": 4, "original_max_positions": 16, "mscale_all_dim": 1.0},
+    "mla": {"kv_lora_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 14},
+}  # fmt: skip
 ONE_KV = LLAMA | {"num_kv_heads": 1}
 DROPOUT = {"dropout": 0.1}
 FP64, OFF, CHUNKS = "precision=fp64", "sp=off", "tp_overlap=3"
@@ -75,6 +83,10 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "loss in chunks, sp off": (GPT2, f"tp=2,{OFF},recompute=full,{FP64}", ["train.loss_chunk=13"]),
     "loss in chunks, frozen head": (LLAMA, "tp=2", ["train.loss_chunk=13", 'train.freeze=["head.weight"]']),
     **{f"recompute={kind}": (GPT2 | DROPOUT, f"tp=2,recompute={kind}", []) for kind in ("none", "selective", "full")},
+    "latent": (LATENT | DROPOUT, f"tp=2,{CHUNKS},{FP64}", [ODD_TOKENS]),
+    "latent, recompute": (LATENT, f"tp=2,recompute=full,{FP64}", []),
+    "latent, queries without, sp off": (STRAIGHT, f"tp=2,{OFF},recompute=selective,{FP64}", []),
+    "latent, four ranks": (LATENT, f"tp=4,{FP64}", []),
     "three ranks": (SIX, f"tp=3,{FP64}", []),
     "three ranks, odd tokens": (SIX | DROPOUT, f"tp=3,recompute=selective,{CHUNKS},{FP64}", [ODD_TOKENS]),
     "three ranks, sp off": (SIX | {"tied_head": True}, f"tp=3,{OFF},{CHUNKS}", []),

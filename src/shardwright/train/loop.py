@@ -271,9 +271,11 @@ class Run:
             "skipped": result.skipped,
         }
         if result.balance is not None and self.experts is not None:
-            balance = result.balance
-            record["aux_loss"] = balance.aux_loss
-            record |= balance_record(balance.counts, balance.dropped, balance.rerouted)
+            balance, ep = result.balance, config.layout.ep
+            record |= {"aux_loss": balance.aux_loss, "busiest_rank_seconds": max(result.busy_seconds)}
+            record |= balance_record(balance.counts, balance.dropped, balance.rerouted, ep)
+            if ep > 1:
+                record["expert_bytes"] = sum(e.bytes for e in result.ledger.entries.values() if e.axis == "ep")
             self.experts.add(balance.counts)
         if result.token_splits:
             record["attention_balance"] = result.attention_balance

@@ -296,6 +296,10 @@ def _expert_lines(records: Sequence[Record]) -> list[Line]:
     dead = series(records, "dead_experts")[1]
     if dead and dead[-1]:
         lines.append(("", Text(f"{dead[-1]:,.0f} experts got no token in the last step", style="yellow")))
+    sent, ranks = (series(records, key)[1] for key in ("expert_bytes", "expert_rank_max_over_mean"))
+    if sent and ranks:
+        traffic = f"{format_bytes(int(median(sent)))} sent per step and rank, busiest rank {ranks[-1]:.2f} times the mean"
+        lines.append(("", traffic))
     for name, key in (("dropped", "dropped_share"), ("rerouted", "rerouted_share")):
         values = series(records, key)[1]
         if any(values):
