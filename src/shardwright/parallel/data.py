@@ -328,8 +328,8 @@ class GradientBuckets:
         prints = {name: fingerprint(view) for name, view in self.named("parameters").items()}
         every = comm.gather_objects(prints)
         for rank, other in enumerate(every):
-            for name, fingerprint in every[0].items():
-                if other.get(name) != fingerprint:
+            for name, bits in every[0].items():
+                if other.get(name) != bits:
                     raise ConfigError(
                         f"parameter {name} differs between rank {comm.ranks[0]} and rank {comm.ranks[rank]} before the "
                         "first step; start all ranks from the same seed and the same checkpoint"
