@@ -63,10 +63,13 @@ def train(
     sets: Sets = None,
     resume: Annotated[str, typer.Option(help="auto: the last complete checkpoint; none; or a checkpoint folder.")] = "none",
     profile: Annotated[bool, typer.Option("--profile", help="Write a Perfetto trace of a few steps to trace.json.")] = False,
+    check: Annotated[str | None, typer.Option(help="replicas: after each step, that ranks hold alike what they must.")] = None,
     as_json: Json = False,
 ) -> None:
     """Train a model on text; starts its own ranks, or joins torchrun's or srun's."""
     settings = RunConfig.load(config, sets or (), layout)
+    if check not in (None, "replicas"):
+        raise typer.BadParameter(f"--check {check} is not known; use --check replicas")
     _warm_up()
     from shardwright.train.display import TrainDisplay, tokenise_progress
     from shardwright.train.loop import RunOptions, prepare_run
@@ -75,7 +78,7 @@ def train(
 
     quiet = as_json or not _is_main()
     console = Console(quiet=quiet)
-    options = RunOptions(resume, profile)
+    options = RunOptions(resume, profile, check == "replicas")
     with tokenise_progress(console, quiet=quiet) as progress:
         data = prepare_run(settings, options, progress)
     summary = run(settings, data, options, TrainDisplay(settings.train.steps, console=console, quiet=quiet))

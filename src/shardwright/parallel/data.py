@@ -42,7 +42,7 @@ MOST_IN_FLIGHT = 2
 """Temporary gradient buffers that may be on their way at once; before one more is sent, the first is waited for."""
 
 
-def _fingerprint(tensor: Tensor) -> int:
+def fingerprint(tensor: Tensor) -> int:
     """A number that tells tensors apart which differ in any bit or in the order of their elements."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.reshape(-1).view(whole).long()
@@ -325,11 +325,11 @@ class GradientBuckets:
         comm = self.mesh.dp_cp
         if comm.size == 1:
             return
-        prints = {name: _fingerprint(view) for name, view in self.named("parameters").items()}
+        prints = {name: fingerprint(view) for name, view in self.named("parameters").items()}
         every = comm.gather_objects(prints)
         for rank, other in enumerate(every):
-            for name, fingerprint in every[0].items():
-                if other.get(name) != fingerprint:
+            for name, bits in every[0].items():
+                if other.get(name) != bits:
                     raise ConfigError(
                         f"parameter {name} differs between rank {comm.ranks[0]} and rank {comm.ranks[rank]} before the "
                         "first step; start all ranks from the same seed and the same checkpoint"

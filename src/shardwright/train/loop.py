@@ -35,6 +35,7 @@ from shardwright.train.display import TrainDisplay
 from shardwright.train.experts import ExpertHistory, balance_record
 from shardwright.train.metrics import MetricsWriter, bits_per_byte, peak_memory_bytes
 from shardwright.train.peak import peak_flops
+from shardwright.train.placement import check_placement
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.state import full_tensors, local_tensors
 from shardwright.train.step import StepResult, Trainer, check_supported
@@ -43,10 +44,14 @@ from shardwright.train.timeline import RankClock, pipeline_report, write_trace
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a command adds to a run's config. ``resume``: ``auto``, ``none`` or the path of a checkpoint."""
+    """What a command adds to a run's config. ``resume``: ``auto``, ``none`` or the path of a checkpoint.
+
+    ``check_replicas``: after each step, that ranks hold alike what they must (`placement`).
+    """
 
     resume: str = "none"
     profile: bool = False
+    check_replicas: bool = False
 
 
 def prepare_run(
@@ -226,6 +231,8 @@ class Run:
                 start = time.perf_counter()
                 batches, waited = prefetch.next()
                 result = self.trainer.step(batches, self.step)
+                if self.options.check_replicas:
+                    check_placement(self.trainer, batches, self.step)
                 seconds = time.perf_counter() - start
                 executor = self.trainer.executor
                 self.clock.add(executor.spans, executor.most_in_flight, trace=self.options.profile)

@@ -18,7 +18,14 @@ from shardwright.errors import ConfigError
 from shardwright.train.prepare import prepare_data
 from shardwright.train.step import check_supported
 from shardwright.verify.matrix import Runner, small_config
-from shardwright.verify.mutate import MUTATIONS, PIPELINE_MUTATIONS, TENSOR_MUTATIONS, ZERO_MUTATIONS, Mutation
+from shardwright.verify.mutate import (
+    MUTATIONS,
+    OFFLOAD_MUTATIONS,
+    PIPELINE_MUTATIONS,
+    TENSOR_MUTATIONS,
+    ZERO_MUTATIONS,
+    Mutation,
+)
 from shardwright.verify.mutate_context import CONTEXT_MUTATIONS
 from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS
 from shardwright.verify.parity import Verification, comparable
@@ -38,6 +45,8 @@ class Base:
 _DATA = Base("dp=2,microbatches=2,bucket_mb=0.01", {"dropout": 0.1}, ("optim.clip=0.05", "optim.warmup_steps=2"))
 _TENSOR = Base("tp=2", {"out_bias": True, "mlp_bias": True})
 _PIPELINE = Base("pp=2,schedule=zb_h1,microbatches=3,precision=fp64", {"tied_head": True}, ("optim.clip=0.05",))
+_OUT = "dp=2,offload=optimizer"
+_DELAYED = Base(f"{_OUT},zero=1,delayed_update=on,precision=fp64", {}, ("optim.name=adamw",))
 
 FAMILIES: tuple[tuple[Mapping[str, Mutation], Base], ...] = (
     (MUTATIONS, _DATA),
@@ -45,6 +54,7 @@ FAMILIES: tuple[tuple[Mapping[str, Mutation], Base], ...] = (
     (TENSOR_MUTATIONS, _TENSOR),
     (PIPELINE_MUTATIONS, _PIPELINE),
     (ZERO_MUTATIONS, Base("dp=2,zero=3")),
+    (OFFLOAD_MUTATIONS, _DELAYED),
     (PLACE_MUTATIONS, Base("tp=2")),
     (CONTEXT_MUTATIONS, Base("cp=2", sets=("data.cross_documents=true",))),
 )
@@ -61,6 +71,9 @@ BASES: Mapping[str, Base] = {
     "drop-heads-in": Base("cp=2,cp_kind=ulysses"),
     "drop-heads-out": Base("cp=2,cp_kind=ulysses"),
     "drop-dp-cp-gradients": Base("cp=2,dp=2"),
+    "overwritten-on-host": Base(f"{_OUT},zero=2,microbatches=4,accumulate=reduce,bucket_mb=0.02"),
+    "drop-copy-out": Base(f"{_OUT},zero=1,bucket_mb=0.02"),
+    "drop-copy-in": Base(f"{_OUT},zero=3"),
     "swap-shard-ranks": Base("dp=2,zero=3"),
 }
 """Those of a family that need another layout than the rest."""

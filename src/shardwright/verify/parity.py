@@ -19,7 +19,7 @@ from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import parameter_specs
-from shardwright.launch import RankEnv, init_process_group, launch
+from shardwright.launch import RankEnv, init_process_group, launch, torchrun_env
 from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
 from shardwright.plan.collectives import predict_step
@@ -168,14 +168,17 @@ def _reference_optimizer(config: RunConfig, parameters: list[Tensor]) -> torch.o
 # -- a layout ----------------------------------------------------------------------------------------------
 
 
-def trace_rank(env: RankEnv, config: RunConfig, data: PreparedData, steps: int, mutation: str | None = None) -> Trace:
-    """Join the other ranks of ``config.layout`` and trace ``steps`` steps."""
+def trace_rank(
+    env: RankEnv, config: RunConfig, data: PreparedData, steps: int, mutation: str | None, together: bool
+) -> list[Trace]:
+    """Join the other ranks of ``config.layout`` and trace ``steps`` steps: this rank's trace, or all ranks' ``together``."""
     if env.world_size > 1:
         init_process_group(env)
         mesh = Mesh.distributed(config.layout, env.rank, config.train.timeout_s)
     else:
         mesh = Mesh.solo()
-    return trace_steps(mesh, config, data, steps, mutation)
+    trace = trace_steps(mesh, config, data, steps, mutation)
+    return mesh.world.gather_objects(trace) if together else [trace]
 
 
 def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, mutation: str | None = None) -> Trace:
@@ -297,14 +300,16 @@ def verify(
     config = comparable(config)
     data = prepare_data(config, progress)
     layout = config.layout
-    traces: list[Trace] = launch(
+    started = torchrun_env() is not None
+    found: list[list[Trace]] = launch(
         trace_rank,
         layout.world_size,
-        (config, data, steps, mutation),
+        (config, data, steps, mutation, started),
         layout=str(layout),
         threads_per_rank=config.train.threads,
         timeout_s=config.train.timeout_s,
     )
+    traces = found[0] if started else [trace for (trace,) in found]
     reference = reference_run(config, whole_batches(train_sampler(config, data, 0)), steps)
     return compare(config, traces, reference, [dry_step(config, rank) for rank in first_of_each_stage(config.layout)])
 
