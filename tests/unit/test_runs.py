@@ -32,7 +32,7 @@ def cut_in_two(rng: random.Random, tensor: Tensor) -> list[tuple[slice, ...]]:
     dim = rng.randrange(tensor.dim())
     at = rng.randint(0, tensor.shape[dim])
     whole = [slice(0, size) for size in tensor.shape]
-    return [tuple(whole[:dim] + [half] + whole[dim + 1 :]) for half in (slice(0, at), slice(at, tensor.shape[dim]))]
+    return [(*whole[:dim], half, *whole[dim + 1 :]) for half in (slice(0, at), slice(at, tensor.shape[dim]))]
 
 
 def write_all(path: Path, header: bytes, size: int, content: list[tuple[Run, Tensor]]) -> list[Run]:
