@@ -80,7 +80,7 @@ def load_checkpoint(
         raise CheckpointError(f"checkpoint {path} does not exist; give a folder such as checkpoints/step-100")
     if check:
         check_hashes(path, skip=() if need_optimizer else (STATE,))
-    run = _read_run(path)
+    run = read_run(path)
     expected = {name: spec.shape for name, spec in specs.items()}
     _, weights = hf.load_hf(path)
     hf.check_shapes(str(path), expected, hf.shapes(weights), "use the configuration that the checkpoint was made with")
@@ -102,7 +102,7 @@ def verify_checkpoint(path: Path, world: Comm) -> str | None:
     return next((message for message in world.gather_objects(found) if message is not None), None)
 
 
-def _read_run(path: Path) -> dict[str, Any]:
+def read_run(path: Path) -> dict[str, Any]:
     try:
         run: dict[str, Any] = json.loads((path / RUN).read_bytes())
         return {key: run[key] for key in ("step", "samples", "optimizer", "extra")}

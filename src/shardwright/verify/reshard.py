@@ -29,15 +29,16 @@ from shardwright.train.prepare import PreparedData
 from shardwright.train.step import Trainer, check_supported
 from shardwright.verify.parity import assemble, train_sampler
 
-SAVE_AFTER, GO_ON = 2, 5
+SAVE_AFTER = 2
 
 
 @dataclass(frozen=True)
 class ReshardCase:
-    """Two runs that differ in layout and run folder."""
+    """Two runs that differ in layout and run folder; ``go_on``: steps of each after the checkpoint."""
 
     first: RunConfig
     second: RunConfig
+    go_on: int = 5
 
     @property
     def saved(self) -> Path:
@@ -101,7 +102,7 @@ def first_runs(env: RankEnv, data: PreparedData, cases: Sequence[ReshardCase]) -
                     for kind, named in trainer.optimizer.named_state().items()
                 }
             checkpoints.save(SAVE_AFTER, SAVE_AFTER * config.layout.global_batch, last=False)
-            losses = _losses(trainer, config, data, range(SAVE_AFTER, SAVE_AFTER + GO_ON))
+            losses = _losses(trainer, config, data, range(SAVE_AFTER, SAVE_AFTER + case.go_on))
             checkpoints.finish()
         found.append(FirstRun(parameters, optimizer, losses))
     return found
@@ -121,7 +122,7 @@ def second_runs(env: RankEnv, data: PreparedData, cases: Sequence[ReshardCase]) 
             restored = checkpoints.restore(str(case.saved))
             assert restored is not None
             checkpoints.save(restored.step, restored.samples, last=True)
-            steps = range(restored.step, restored.step + GO_ON)
+            steps = range(restored.step, restored.step + case.go_on)
             found.append(_losses(trainer, config, data, steps, restored.samples))
     return found
 
