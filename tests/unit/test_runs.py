@@ -58,8 +58,9 @@ def test_any_cut_into_slices_and_intervals_writes_every_byte_once(seed: int, tmp
     rng = random.Random(seed)
     sizes = [(rng.randint(1, 9),), (rng.randint(1, 9), rng.randint(1, 9)), (2, 7), (3, rng.randint(1, 5), 4)]
     tensors = {f"t{index}": torch.randn(size) for index, size in enumerate(sizes)}
-    (file,) = plan_files("plain", shapes(tensors), torch.float32)
-    places = plain_places(shapes(tensors), [file], torch.float32)
+    dtypes = dict.fromkeys(tensors, torch.float32)
+    (file,) = plan_files("plain", shapes(tensors), dtypes)
+    places = plain_places(shapes(tensors), [file], dtypes)
     content = [piece for name, tensor in tensors.items() for piece in pieces_of(rng, places[name], tensor)]
     runs = write_all(tmp_path / "file", file.header, file.size, content)
     assert uncovered(runs, file.size) is None
@@ -68,31 +69,52 @@ def test_any_cut_into_slices_and_intervals_writes_every_byte_once(seed: int, tmp
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_joined_and_transposed_tensors(seed: int, tmp_path: Path) -> None:
-    """GPT-2's c_attn: q, k and v joined along their rows, then transposed; their biases joined."""
+def test_joined_transposed_stacked_and_turned_tensors(seed: int, tmp_path: Path) -> None:
+    """GPT-2's c_attn (q, k and v joined, then transposed), experts one by one, and rotated halves that are interleaved."""
     rng = random.Random(seed)
     width = rng.randint(1, 6)
     ours = {f"{name}.weight": torch.randn(rng.randint(1, 6), width) for name in "qkv"}
     ours |= {f"{name}.bias": torch.randn(ours[f"{name}.weight"].shape[0]) for name in "qkv"}
+    ours |= {"experts.up": torch.randn(3, 4, width), "turned.weight": torch.randn(10, width)}
     specs = {name: Spec(name, tuple(t.shape), ("embed",) * t.dim(), tuple(t.shape), "head", True) for name, t in ours.items()}
-    joined = [
+    theirs = [
         HFTensor("c.weight", ("q.weight", "k.weight", "v.weight"), transposed=True),
         HFTensor("c.bias", ("q.bias", "k.bias", "v.bias")),
+        *(HFTensor(f"experts.{index}.gate", ("experts.up",), expert=(index, 0, 2)) for index in range(3)),
+        *(HFTensor(f"experts.{index}.up", ("experts.up",), expert=(index, 2, 4)) for index in range(3)),
+        HFTensor("t.weight", ("turned.weight",), turned=(5, 4)),
     ]
-    files = plan_files("model", {tensor.name: tensor.shape(specs) for tensor in joined}, torch.float32)
-    places = weight_places(joined, specs, files, torch.float32)
+    dtypes = dict.fromkeys((tensor.name for tensor in theirs), torch.float32)
+    (file,) = plan_files("model", {tensor.name: tensor.shape(specs) for tensor in theirs}, dtypes)
+    places = weight_places(theirs, specs, [file])
     content = [piece for name, tensor in ours.items() for piece in pieces_of(rng, places[name], tensor)]
-    runs = write_all(tmp_path / "file", files[0].header, files[0].size, content)
-    assert uncovered(runs, files[0].size) is None
+    runs = write_all(tmp_path / "file", file.header, file.size, content)
+    assert uncovered(runs, file.size) is None
     found = load_file(tmp_path / "file")
-    assert all(torch.equal(found[tensor.name], tensor.join(ours)) for tensor in joined)
+    assert all(torch.equal(found[tensor.name], tensor.join(ours)) for tensor in theirs)
+
+
+def test_wide_tensors_come_first_so_that_all_are_aligned(tmp_path: Path) -> None:
+    tensors = {"narrow": torch.ones(3, dtype=torch.bfloat16), "wide": torch.full((2,), 2.0), "more": torch.zeros(1).bfloat16()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    (file,) = plan_files("model", shapes(tensors), dtypes)
+    places = plain_places(shapes(tensors), [file], dtypes)
+    content = [
+        (part.run, tensor)
+        for name, tensor in tensors.items()
+        for part in parts(places[name], (slice(0, len(tensor)),), 0, len(tensor), tensor.element_size())
+    ]
+    write_all(tmp_path / "file", file.header, file.size, content)
+    found = load_file(tmp_path / "file")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_many_tensors_make_several_files_with_an_index(tmp_path: Path) -> None:
     tensors = {f"t{index}": torch.full((8,), float(index), dtype=torch.bfloat16) for index in range(5)}
-    files = plan_files("model", shapes(tensors), torch.bfloat16, shard_bytes=40)
+    dtypes = dict.fromkeys(tensors, torch.bfloat16)
+    files = plan_files("model", shapes(tensors), dtypes, shard_bytes=40)
     assert [file.name for file in files] == [f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)]
-    places = plain_places(shapes(tensors), files, torch.bfloat16)
+    places = plain_places(shapes(tensors), files, dtypes)
     whole = (slice(0, 8),)
     for file in files:
         mine = [(part.run, tensors[name]) for name in file.offsets for part in parts(places[name], whole, 0, 8, 2)]
@@ -121,4 +143,4 @@ def test_whole_rows_are_one_write_and_columns_are_strided() -> None:
 
 def test_integers_are_not_weights() -> None:
     with pytest.raises(CheckpointError, match=r"torch\.int64 cannot be saved"):
-        plan_files("model", {"a": (2,)}, torch.int64)
+        plan_files("model", {"a": (2,)}, {"a": torch.int64})

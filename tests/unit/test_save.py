@@ -44,7 +44,7 @@ def group(rank: int, tensors: dict[str, Tensor]) -> Group:
         else:
             half = flat.numel() // 2
             pieces.append(Piece(name, slices, half * rank, flat[half * rank :][: half if rank == 0 else None]))
-    return Group(torch.float32, {name: spec.shape for name, spec in SPECS.items()}, pieces)
+    return Group({name: spec.shape for name, spec in SPECS.items()}, dict.fromkeys(SPECS, torch.float32), pieces)
 
 
 def snapshot(rank: int, step: int) -> Snapshot:

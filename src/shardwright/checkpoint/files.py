@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from shardwright.checkpoint.hf import HFTensor, Shapes
-from shardwright.checkpoint.runs import Place
+from shardwright.checkpoint.runs import Place, Rows
 from shardwright.core.specs import Spec
 from shardwright.errors import CheckpointError
 
@@ -36,33 +36,36 @@ class TensorFile:
     size: int
 
 
-def plan_files(stem: str, shapes: Shapes, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> list[TensorFile]:
+Dtypes = Mapping[str, torch.dtype]
+
+
+def plan_files(stem: str, shapes: Shapes, dtypes: Dtypes, shard_bytes: int = SHARD_BYTES) -> list[TensorFile]:
     """``STEM.safetensors``, or several files of at most ``shard_bytes`` (``STEM-00001-of-00002.safetensors``)."""
-    if dtype not in _NAMES:
-        raise CheckpointError(f"{stem}: tensors of {dtype} cannot be saved; use one of {', '.join(map(str, _NAMES))}")
-    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    if unknown := set(dtypes.values()) - _NAMES.keys():
+        raise CheckpointError(f"{stem}: tensors of {unknown.pop()} cannot be saved; use one of {', '.join(map(str, _NAMES))}")
+    groups: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():
-        size = prod(shape) * dtype.itemsize
+        size = prod(shape) * dtypes[name].itemsize
         if filled and filled + size > shard_bytes:
-            groups.append({})
+            groups.append([])
             filled = 0
-        groups[-1][name] = shape
+        groups[-1].append(name)
         filled += size
     total = len(groups)
     return [
-        _plan_file(stem if total == 1 else f"{stem}-{index:05d}-of-{total:05d}", group, dtype)
+        _plan_file(stem if total == 1 else f"{stem}-{index:05d}-of-{total:05d}", group, shapes, dtypes)
         for index, group in enumerate(groups, 1)
     ]
 
 
-def _plan_file(stem: str, shapes: Shapes, dtype: torch.dtype) -> TensorFile:
+def _plan_file(stem: str, names: Sequence[str], shapes: Shapes, dtypes: Dtypes) -> TensorFile:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
-    for name, shape in shapes.items():
+    for name in sorted(names, key=lambda name: -dtypes[name].itemsize):  # the wide ones first: all are aligned
         starts[name], begin = end, end
-        end += prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        end += prod(shapes[name]) * dtypes[name].itemsize
+        header[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(shapes[name]), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     data = 8 + len(text)
@@ -81,34 +84,52 @@ def index_text(files: Sequence[TensorFile]) -> str:
 
 
 def weight_places(
-    tensors: Sequence[HFTensor], specs: Mapping[str, Spec], files: Sequence[TensorFile], dtype: torch.dtype
+    tensors: Sequence[HFTensor], specs: Mapping[str, Spec], files: Sequence[TensorFile]
 ) -> dict[str, tuple[Place, ...]]:
     """Where each of our parameters lies in the files of a Hugging Face folder."""
     found: dict[str, tuple[Place, ...]] = {}
     where = {name: (file.name, offset) for file in files for name, offset in file.offsets.items()}
     for tensor in tensors:
         file, offset = where[tensor.name]
-        width = prod(specs[tensor.parts[0]].shape[1:])
-        rows = sum(specs[part].shape[0] for part in tensor.parts)
+        shape = tensor.shape(specs)
+        pitch = shape[-1] if len(shape) == 2 else 1
+        row = 0
         for part in tensor.parts:
-            pitch = rows if tensor.transposed else width
-            found[part] = (Place(file, offset, pitch, tensor.transposed),)
-            offset += specs[part].shape[0] * (1 if tensor.transposed else width) * dtype.itemsize
+            count = specs[part].shape[0]
+            lead = None
+            rows: tuple[Rows, ...] = (Rows(0, count, row),)
+            if tensor.expert is not None:
+                lead, start, stop = tensor.expert
+                rows = (Rows(start, stop, 0),)
+            elif tensor.turned is not None:
+                rows = _turned(count, *tensor.turned)
+            found[part] = (*found.get(part, ()), Place(file, offset, pitch, tensor.transposed, lead, rows))
+            row += count
     return found
 
 
-def plain_places(shapes: Shapes, files: Sequence[TensorFile], dtype: torch.dtype) -> dict[str, tuple[Place, ...]]:
+def _turned(count: int, size: int, rotated: int) -> tuple[Rows, ...]:
+    """Heads of ``size`` rows whose last ``rotated`` ones are two halves, which the file has interleaved."""
+    half = rotated // 2
+    rows = []
+    for head in range(0, count, size):
+        turn = head + size - rotated
+        rows += [Rows(head, turn, head), Rows(turn, turn + half, turn, 2), Rows(turn + half, head + size, turn + 1, 2)]
+    return tuple(rows)
+
+
+def plain_places(shapes: Shapes, files: Sequence[TensorFile], dtypes: Dtypes) -> dict[str, tuple[Place, ...]]:
     """Where each tensor lies in files that hold it under its own name."""
     return {
-        name: tuple(_plain(file.name, offset, shapes[name], dtype))
+        name: tuple(_plain(file.name, offset, shapes[name], dtypes[name].itemsize))
         for file in files
         for name, offset in file.offsets.items()
     }
 
 
-def _plain(file: str, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Place]:
+def _plain(file: str, offset: int, shape: Sequence[int], itemsize: int) -> Iterator[Place]:
     if len(shape) < 3:
-        yield Place(file, offset, shape[-1] if shape else 1)
+        yield Place(file, offset, shape[1] if len(shape) == 2 else 1)
         return
     for lead in range(shape[0]):
-        yield Place(file, offset + lead * prod(shape[1:]) * dtype.itemsize, shape[-1], lead=lead)
+        yield Place(file, offset + lead * prod(shape[1:]) * itemsize, shape[-1], lead=lead)

@@ -58,12 +58,11 @@ def save_checkpoint(root: Path | str, state: CheckpointState, config: ModelConfi
 
 
 def _whole(tensors: Mapping[str, Tensor]) -> Group:
-    dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
     pieces = [
-        Piece(name, tuple(slice(0, size) for size in tensor.shape), 0, tensor.to(dtype).contiguous().view(-1))
+        Piece(name, tuple(slice(0, size) for size in tensor.shape), 0, tensor.contiguous().view(-1))
         for name, tensor in tensors.items()
     ]
-    return Group(dtype, hf.shapes(tensors), pieces)
+    return Group(hf.shapes(tensors), {name: tensor.dtype for name, tensor in tensors.items()}, pieces)
 
 
 def load_checkpoint(

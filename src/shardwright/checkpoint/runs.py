@@ -42,15 +42,30 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Rows ``[start, stop)`` of a parameter are rows ``first``, ``first + step``, ... of a matrix in a file."""
+
+    start: int
+    stop: int
+    first: int
+    step: int = 1
+
+
+@dataclass(frozen=True)
 class Place:
-    """Where a parameter lies in ``file``: element (r, c) at ``offset`` bytes plus r * ``pitch`` + c elements, or, if
-    ``transposed``, c * ``pitch`` + r. A vector is one row. ``lead``: only this index of the parameter's first dim."""
+    """Where a parameter lies in ``file``: element (r, c) of the file's matrix at ``offset`` bytes plus r * ``pitch`` + c
+    elements, or, if ``transposed``, c * ``pitch`` + r. A vector is a matrix of one column.
+
+    ``rows`` say which rows of the matrix the parameter's rows are (None: the same). ``lead``: only this index of the
+    parameter's first dim, whose others make the matrix.
+    """
 
     file: str
     offset: int
     pitch: int
     transposed: bool = False
     lead: int | None = None
+    rows: tuple[Rows, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,16 +89,23 @@ class Part:
 def parts(places: Sequence[Place], slices: Sequence[slice], start: int, stop: int, itemsize: int) -> Iterator[Part]:
     """Elements ``[start, stop)`` (row-major) of the slice ``slices`` of a parameter, as runs of its files."""
     for place in places:
-        if place.lead is None:
-            yield from _matrix(place, slices, start, stop, itemsize, 0)
-            continue
-        if not slices[0].start <= place.lead < slices[0].stop:
-            continue
-        numel = _numel(slices[1:])
-        first = (place.lead - slices[0].start) * numel
-        low, high = max(start, first), min(stop, first + numel)
-        if low < high:
-            yield from _matrix(place, slices[1:], low - first, high - first, itemsize, first)
+        inner, before = slices, 0
+        if place.lead is not None:
+            if not slices[0].start <= place.lead < slices[0].stop:
+                continue
+            inner = slices[1:]
+            before = (place.lead - slices[0].start) * _numel(inner)
+        assert len(inner) in (1, 2), "a tensor of more dims has a place for each index of its first one"
+        held = inner[0]
+        columns = inner[1] if len(inner) == 2 else slice(0, 1)
+        width = columns.stop - columns.start
+        for rows in place.rows or (Rows(held.start, held.stop, held.start),):
+            low, high = max(held.start, rows.start), min(held.stop, rows.stop)
+            first = before + (low - held.start) * width
+            begin, end = max(start, first), min(stop, before + (high - held.start) * width)
+            if begin < end:
+                row = rows.first + (low - rows.start) * rows.step
+                yield from _matrix(place, row, rows.step, columns, (begin - first, end - first), itemsize, first)
 
 
 def _numel(slices: Sequence[slice]) -> int:
@@ -94,26 +116,26 @@ def _numel(slices: Sequence[slice]) -> int:
 
 
 def _matrix(
-    place: Place, slices: Sequence[slice], start: int, stop: int, itemsize: int, shift: int
+    place: Place, row: int, step: int, columns: slice, interval: tuple[int, int], itemsize: int, shift: int
 ) -> Iterator[Part]:
-    assert len(slices) in (1, 2), "a tensor of more dims has a place for each index of its first one"
-    rows, columns = slices if len(slices) == 2 else (slice(0, 1), slices[0])
+    """``interval`` of some rows, of which the first is ``row`` in the file and the next ``row + step``; ``shift`` is where
+    these rows begin in the slice."""
+    start, stop = interval
     width = columns.stop - columns.start
-    if start >= stop:
-        return
-    if not place.transposed and (width == place.pitch or len(slices) == 1):  # whole rows lie one after another
-        offset = place.offset + (rows.start * place.pitch + columns.start + start) * itemsize
+    if not place.transposed and step == 1 and width == place.pitch:  # whole rows lie one after another
         size = (stop - start) * itemsize
+        offset = place.offset + (row * place.pitch + start) * itemsize
         yield Part(place.file, Run(offset, size, size, 1), start + shift, stop + shift, 1, False)
         return
+    assert step == 1 or not place.transposed
     for low, high, left, right in _rectangles(width, start, stop):
-        first, second = (rows.start + low, columns.start + left)
+        first, second = row + low * step, columns.start + left
         lines, length = high - low, right - left
         if place.transposed:
             first, second, lines, length = second, first, length, lines
         offset = place.offset + (first * place.pitch + second) * itemsize
-        run = Run(offset, length * itemsize, place.pitch * itemsize, lines)
-        if length == place.pitch or lines == 1:
+        run = Run(offset, length * itemsize, step * place.pitch * itemsize, lines)
+        if lines == 1 or (length == place.pitch and step == 1):
             run = Run(offset, run.num_bytes, run.num_bytes, 1)
         begin = low * width + left + shift
         yield Part(place.file, run, begin, begin + lines * length, high - low, place.transposed)

@@ -29,7 +29,15 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import hf
-from shardwright.checkpoint.files import SHARD_BYTES, TensorFile, index_text, plain_places, plan_files, weight_places
+from shardwright.checkpoint.files import (
+    SHARD_BYTES,
+    Dtypes,
+    TensorFile,
+    index_text,
+    plain_places,
+    plan_files,
+    weight_places,
+)
 from shardwright.checkpoint.manifest import (
     PARTIAL,
     FileEntry,
@@ -62,10 +70,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are saved together: the shapes of all of them, and this rank's pieces."""
+    """Tensors that are saved together: shapes and dtypes of all of them, and this rank's pieces."""
 
-    dtype: torch.dtype
     shapes: hf.Shapes
+    dtypes: Dtypes
     pieces: Sequence[Piece]
 
 
@@ -234,17 +242,19 @@ class Saver:
         hf.check_tokenizer(self.tokenizer_folder)
         tensors = hf.hf_names(config)
         shapes = {tensor.name: tensor.shape(specs) for tensor in tensors}
-        found = plan_files("model", shapes, weights.dtype, self.shard_bytes)
+        dtypes = {tensor.name: weights.dtypes[tensor.parts[0]] for tensor in tensors}
+        found = plan_files("model", shapes, dtypes, self.shard_bytes)
         files = {file.name: file for file in found}
-        texts = {RUN: snapshot.run_text(), "config.json": hf.config_text(config, weights.dtype)}
+        narrow = min(dtypes.values(), key=lambda dtype: dtype.itemsize)
+        texts = {RUN: snapshot.run_text(), "config.json": hf.config_text(config, narrow)}
         if len(found) > 1:
             texts[hf.INDEX] = index_text(found)
         optimizer = {}
         for kind, group in snapshot.optimizer.items():
-            planned = plan_files(f"{STATE}/{kind}", group.shapes, group.dtype, self.shard_bytes)
+            planned = plan_files(f"{STATE}/{kind}", group.shapes, group.dtypes, self.shard_bytes)
             files |= {file.name: file for file in planned}
-            optimizer[kind] = plain_places(group.shapes, planned, group.dtype)
-        return _Plan(files, weight_places(tensors, specs, found, weights.dtype), optimizer, texts)
+            optimizer[kind] = plain_places(group.shapes, planned, group.dtypes)
+        return _Plan(files, weight_places(tensors, specs, found), optimizer, texts)
 
     def _prepare(self, partial: Path, plan: _Plan, note: str) -> None:
         """Files in their full size, so that a full disk is noticed before anything is written."""
@@ -274,9 +284,10 @@ class Saver:
         for group, places in groups:
             for piece in group.pieces:
                 stop = piece.start + piece.data.numel()
-                for part in parts(places[piece.name], piece.slices, piece.start, stop, group.dtype.itemsize):
+                dtype = group.dtypes[piece.name]
+                for part in parts(places[piece.name], piece.slices, piece.start, stop, dtype.itemsize):
                     view = part.take(piece.data.detach(), piece.start)
-                    copy = torch.empty(view.shape, dtype=group.dtype).copy_(view)
+                    copy = torch.empty(view.shape, dtype=dtype).copy_(view)
                     copies[part.file].append((part.run, copy.view(-1)))
         self.times.copy = time.perf_counter() - start
         self._copied.set()

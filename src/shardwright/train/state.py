@@ -59,7 +59,9 @@ class StateWriter:
         ]
         self._replicas: dict[object, tuple[int, ...]] = {}
         frozen = tuple(trainer.config.train.freeze)
-        self._trained = [name for name in self._specs if not (frozen and name.startswith(frozen))]
+        self._trained = [
+            name for name, spec in self._specs.items() if not spec.buffer and not (frozen and name.startswith(frozen))
+        ]
 
     def weights(self) -> Group:
         """Every parameter, in the compute dtype."""
@@ -70,7 +72,8 @@ class StateWriter:
                 pieces += self._pieces(ranges, flat.own_parameters)
         for each in self._plain:
             pieces += self._pieces([each], trainer.parameters[each.name].detach().reshape(-1))
-        return Group(self._dtype(wide=False), {name: spec.shape for name, spec in self._specs.items()}, pieces)
+        dtypes = {name: self._dtype(wide=spec.buffer) for name, spec in self._specs.items()}
+        return Group({name: spec.shape for name, spec in self._specs.items()}, dtypes, pieces)
 
     def optimizer(self) -> dict[str, Group]:
         """Every kind of optimizer state, and ``master`` where the compute dtype is not the master's."""
@@ -87,7 +90,8 @@ class StateWriter:
         pieces = [
             piece for ranges, flat in zip(self._buckets, flats, strict=True) for piece in self._pieces(ranges, flat)
         ]
-        return Group(self._dtype(wide=True), {name: self._specs[name].shape for name in self._trained}, pieces)
+        dtypes = dict.fromkeys(self._trained, self._dtype(wide=True))
+        return Group({name: self._specs[name].shape for name in self._trained}, dtypes, pieces)
 
     def _dtype(self, wide: bool) -> torch.dtype:
         """Of the parameters, or of what the optimizer works on; known also where a rank trains nothing."""
