@@ -10,8 +10,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,10 +23,11 @@ import torch
 from shardwright.checkpoint.hf import hf_names
 from shardwright.checkpoint.manifest import check_fresh, check_sizes, latest_checkpoint, named_steps
 from shardwright.comm.base import Comm
-from shardwright.comm.mesh import Mesh
+from shardwright.comm.flight import FlightRecorder, hang_report
+from shardwright.comm.mesh import MESH_AXES, Mesh
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
-from shardwright.errors import CheckpointError, ConfigError
+from shardwright.errors import CheckpointError, ConfigError, RankError
 from shardwright.launch import RankEnv, device_for, init_process_group, launch, torchrun_env
 from shardwright.plan.collectives import predict_step
 from shardwright.train.checkpoints import RunCheckpoints
@@ -155,7 +156,32 @@ def run_rank(env: RankEnv, config: RunConfig, data: PreparedData, options: RunOp
         mesh = Mesh.solo()
         mesh.layout = config.layout
     check_same_config(config, mesh.world)
-    return Run(env, config, data, options, mesh, device).go()
+    if env.world_size == 1:
+        return Run(env, config, data, options, mesh, device).go()
+    with flight_record(Path(config.train.run_dir) / "flight", mesh):
+        return Run(env, config, data, options, mesh, device).go()
+
+
+@contextmanager
+def flight_record(folder: Path, mesh: Mesh) -> Iterator[None]:
+    """Write every verb of ``mesh`` to ``folder`` inside. When a rank is lost or late, what the records of all ranks say is
+    added to the error, and written to ``report-RANK.txt``."""
+    try:
+        flight = FlightRecorder(folder, mesh.rank, {axis: mesh.axis(axis).ranks for axis in MESH_AXES})
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; give another train.run_dir") from error
+    mesh.recorder.flight = flight
+    try:
+        yield
+    except RankError as error:
+        report = "\n".join(hang_report(folder, mesh.world.size))
+        error.add_note(report)
+        with suppress(OSError):  # the error is raised in any case
+            (folder / f"report-{mesh.rank}.txt").write_text(f"{error}\n{report}\n", encoding="utf-8")
+        raise
+    finally:
+        mesh.recorder.flight = None
+        flight.close()
 
 
 def check_same_config(config: RunConfig, world: Comm) -> None:
@@ -197,7 +223,7 @@ class Run:
         self.run_dir = Path(config.train.run_dir)
         self.is_main = mesh.rank == 0
         self.trainer = Trainer(config, mesh, device)
-        self.trainer.executor.note = env.note
+        self.trainer.executor.note = self._at
         place = mesh.coordinates
         self.clock = RankClock(mesh.rank, place["pp"], ", ".join(f"{axis} {place[axis]}" for axis in ("pp", "dp", "tp")))
         self.step, self.samples = 0, 0
@@ -226,7 +252,9 @@ class Run:
             while self.step < config.train.steps and not stopped:
                 start = time.perf_counter()
                 self.checkpoints.poll()
+                self._at(f"step {self.step}, the next batch")
                 batches, waited = prefetch.next()
+                self._at(f"step {self.step}")
                 result = self.trainer.step(batches, self.step)
                 seconds = time.perf_counter() - start
                 executor = self.trainer.executor
@@ -367,6 +395,12 @@ class Run:
         except OSError as error:
             raise ConfigError(f"train.run_dir={self.run_dir} cannot be written: {error.strerror}; give another") from error
         return writer
+
+    def _at(self, place: str) -> None:
+        """Leave what this rank is at where others find it: in memory, and in the flight record."""
+        self.env.note(place)
+        if self.mesh.recorder.flight is not None:
+            self.mesh.recorder.flight.at(place)
 
     def _say(self, text: str) -> None:
         """A line for the user, from one rank only."""
