@@ -23,6 +23,15 @@ GPT2 = MODEL | {
     "family": "gpt2", "num_kv_heads": 4, "norm": "layernorm", "activation": "gelu_tanh", "position": "learned",
     "qkv_bias": True, "out_bias": True, "mlp_bias": True,
 }  # fmt: skip
+EXPERTS = MODEL | {
+    "family": "deepseek_v3", "tied_head": False, "dropout": 0.0, "num_kv_heads": 4, "head_dim": 16,
+    "mla": {"q_lora_rank": 12, "kv_lora_rank": 8, "nope_head_dim": 8, "rope_head_dim": 8, "v_head_dim": 8},
+    "moe": {
+        "num_experts": 4, "top_k": 2, "expert_dim": 24, "first_dense_layers": 1, "score": "sigmoid", "bias_correction": True,
+        "num_shared_experts": 1,
+    },
+}  # fmt: skip
+"""Experts that the file holds one by one, interleaved rotated halves, a bias that stays fp32."""
 ADAM = ["optim.name=adamw", "optim.lr=0.01", "train.shard_gb=4e-5"]
 """Files of 40 kB, so that there are several."""
 
@@ -43,6 +52,12 @@ PAIRS = {
     "everything to one rank": (MODEL, "dp=2,pp=2,zero=2,schedule=interleaved,virtual=2,microbatches=4", "micro_batch=8"),
     "one rank to hybrid sharding": (MODEL, "microbatches=8", "dp=4,zero=1,dp_replicate=2,micro_batch=2"),
     "joined and transposed weights": (GPT2, "dp=2,tp=2,zero=3,micro_batch=4", "dp=2,pp=2,micro_batch=4"),
+    "stacked experts and turned rows": (EXPERTS, "dp=2,zero=1,micro_batch=4", "pp=2,microbatches=2,micro_batch=4"),
+    "offloaded state": (
+        MODEL,
+        "dp=2,zero=3,offload=params,offload_fraction=0.4,micro_batch=4",
+        "dp=2,zero=1,offload=optimizer,micro_batch=4",
+    ),
     "replicated KV heads": (
         MODEL | {"num_kv_heads": 1},
         "tp=2,micro_batch=8",

@@ -69,8 +69,10 @@ class RunCheckpoints:
             self.finish()
 
     def snapshot(self, step: int, samples: int) -> Snapshot:
-        """The run as this rank has it; views."""
+        """The run as this rank has it, after an update that is outstanding; views."""
         trainer = self.trainer
+        with self.mesh.recorder.aside():
+            trainer.settle()
         extra = {
             "optimizer_steps": trainer.optimizer.step_count,
             "config": self.config.to_table(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -69,26 +70,28 @@ class StateWriter:
         pieces: list[Piece] = []
         for flats, groups in ((trainer.buckets.buckets, self._buckets), (trainer.frozen, self._frozen)):
             for flat, ranges in zip(flats, groups, strict=True):
-                pieces += self._pieces(ranges, flat.own_parameters)
+                pieces += self._pieces(ranges, flat.own_parts)
         for each in self._plain:
-            pieces += self._pieces([each], trainer.parameters[each.name].detach().reshape(-1))
+            pieces += self._pieces([each], [trainer.parameters[each.name].detach().reshape(-1)])
         dtypes = {name: self._dtype(wide=spec.buffer) for name, spec in self._specs.items()}
         return Group({name: spec.shape for name, spec in self._specs.items()}, dtypes, pieces)
 
     def optimizer(self) -> dict[str, Group]:
         """Every kind of optimizer state, and ``master`` where the compute dtype is not the master's."""
-        flats = dict(self.trainer.optimizer.state)
+        optimizer = self.trainer.optimizer
+        state = {kind: [parts for _, parts in optimizer.by_bucket(flats)] for kind, flats in optimizer.state.items()}
         if self._dtype(wide=False) != self._dtype(wide=True):
-            flats["master"] = [bucket.master for bucket in self.trainer.buckets.buckets]
-        return {kind: self._trained_group(kept) for kind, kept in flats.items()}
+            state["master"] = [[piece.master for piece in bucket.pieces] for bucket in self.trainer.buckets.buckets]
+        return {kind: self._trained_group(kept) for kind, kept in state.items()}
 
     def gradients(self) -> Group:
         """The reduced gradients of the trained parameters."""
-        return self._trained_group([bucket.gradients for bucket in self.trainer.buckets.buckets])
+        return self._trained_group([[piece.gradients for piece in bucket.pieces] for bucket in self.trainer.buckets.buckets])
 
-    def _trained_group(self, flats: Sequence[Tensor]) -> Group:
+    def _trained_group(self, flats: Sequence[Sequence[Tensor]]) -> Group:
+        """``flats``: what this rank has of each bucket, in parts that follow one another."""
         pieces = [
-            piece for ranges, flat in zip(self._buckets, flats, strict=True) for piece in self._pieces(ranges, flat)
+            piece for ranges, parts in zip(self._buckets, flats, strict=True) for piece in self._pieces(ranges, parts)
         ]
         dtypes = dict.fromkeys(self._trained, self._dtype(wide=True))
         return Group({name: self._specs[name].shape for name in self._trained}, dtypes, pieces)
@@ -98,13 +101,16 @@ class StateWriter:
         dtype = DTYPES[self.trainer.layout.precision]
         return torch.float32 if wide and dtype != torch.float64 else dtype
 
-    def _pieces(self, ranges: Sequence[_Range], flat: Tensor) -> Iterator[Piece]:
+    def _pieces(self, ranges: Sequence[_Range], parts: Sequence[Tensor]) -> Iterator[Piece]:
+        begins = [0, *accumulate(part.numel() for part in parts)]
         for each in ranges:
-            start, stop = self._share(each, flat.element_size())
-            if start < stop:
-                first = each.offset + start - each.start
-                slices = self._specs[each.name].slices(self.mesh.layout, self.mesh.coordinates)
-                yield Piece(each.name, slices, start, flat[first : first + stop - start])
+            start, stop = self._share(each, parts[0].element_size())
+            shift = each.offset - each.start  # from the slice to the parts
+            slices = self._specs[each.name].slices(self.mesh.layout, self.mesh.coordinates)
+            for part, begin, end in zip(parts, begins, begins[1:], strict=False):
+                low, high = max(start + shift, begin), min(stop + shift, end)
+                if low < high:
+                    yield Piece(each.name, slices, low - shift, part[low - begin : high - begin])
 
     def _share(self, each: _Range, itemsize: int) -> tuple[int, int]:
         """What this one of the replicas of a range writes of it; small ranges go to the replicas in turn, by name."""
