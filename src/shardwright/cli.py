@@ -1,4 +1,4 @@
-"""The command line: ``shardwright plan | train | verify | bench | generate | tokenize | schedule``.
+"""The command line: ``shardwright plan | train | verify | bench | generate | tokenize | schedule | convert``.
 
 Every verb takes ``--json`` (one JSON object on stdout, nothing else there). Exit codes: 0 done, 1 ran and the answer is
 "no", 2 the user's mistake, 3 a rank failed (named). torch is imported by the verbs that need it, in their ranks.
@@ -185,6 +185,26 @@ def tokenize(
         f"{out}: {info.documents} documents of {info.files} files; {info.train_tokens} tokens to train on, "
         f"{info.valid_tokens} held out; {info.skipped} skipped, {info.replaced} with bytes replaced"
     )
+
+
+@app.command(epilog="Example: shardwright convert runs/demo/checkpoints/step-300 exported --dtype bf16")
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint, Hugging Face folder or torch DCP folder.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")],
+    to: Annotated[str, typer.Option(help="hf: weights; checkpoint: DST/step-N, to resume from; dcp: for torch.")] = "hf",
+    model: Annotated[str | None, typer.Option(help="Preset or config.json, where SRC does not name its model.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Convert the weights: fp32, bf16, fp16 or fp64.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint or a model in another format: Hugging Face, torch's distributed checkpoint, or our own."""
+    from shardwright.checkpoint.convert import convert as run
+
+    made = run(source, target, to, model=model, dtype=dtype)
+    if as_json:
+        _print_json(made.to_json())
+        return
+    state = f", optimizer state {', '.join(made.optimizer)}" if made.optimizer else ""
+    print(f"{made.path}: {made.parameters} parameters{state}, from {made.source} to {made.target}")
 
 
 @app.command("plan", epilog="Example: shardwright plan llama-3.1-70b --cluster h100-80gb:8x8 --seq 8192 --global-batch 512")

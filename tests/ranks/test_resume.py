@@ -209,7 +209,7 @@ def test_bf16_continues_bit_for_bit_too(zero: int, folder: Path) -> None:
 
 
 def test_after_a_kill_in_mid_step_a_resumed_run_has_the_losses_of_one_without(folder: Path, whole: RunConfig) -> None:
-    config = make_config(folder, "killed", save_every=2)
+    config = make_config(folder, "killed", save_every=2, async_save=False)
     start = time.monotonic()
     with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL") as caught:
         run(config, plan=Plan(FaultPlan(kill={"reduce": 6}, ranks=[1])))
@@ -229,7 +229,7 @@ def break_call(env: RankEnv, place: str, call: int) -> None:
 
     @functools.wraps(original)
     def maybe(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == call and (env.rank == env.world_size - 1 or attribute == "save_checkpoint"):
+        if next(calls) == call and (env.rank == env.world_size - 1 or attribute == "put_in_place"):
             raise ZeroDivisionError(f"broken {attribute}")
         return original(*args, **kwargs)
 
@@ -243,7 +243,7 @@ def break_call(env: RankEnv, place: str, call: int) -> None:
         ("shardwright.ops.gradients:GradSlot.add", 25, 1),
         ("shardwright.train.optim:FlatOptimizer.step", 2, 1),
         ("shardwright.train.data:TrainSampler.batches", 2, 1),
-        ("shardwright.train.loop:save_checkpoint", 2, 0),
+        ("shardwright.checkpoint.save:put_in_place", 2, 0),
     ],
     ids=["forward", "backward", "optimizer", "data", "save"],
 )
@@ -251,13 +251,13 @@ def test_a_rank_that_raises_in_its_third_step_ends_all_and_is_named(
     place: str, call: int, rank: int, folder: Path
 ) -> None:
     attribute = place.rpartition(".")[2].rpartition(":")[2]
-    config = make_config(folder, f"broken-{place.rpartition(':')[2]}", save_every=1)
+    config = make_config(folder, f"broken-{place.rpartition(':')[2]}", save_every=1, async_save=False)
     start = time.monotonic()
     with pytest.raises(RankError, match=rf"^rank {rank} failed: ZeroDivisionError: broken {attribute}") as caught:
         run(config, plan=Plan(prepare=break_call, arguments=(place, call)))
     assert caught.value.rank == rank and time.monotonic() - start < 15
     assert checkpoints(config) == [1, 2]  # two steps were done, and no torn checkpoint is left
-    assert len(losses(config)) == (3 if attribute == "save_checkpoint" else 2)
+    assert len(losses(config)) == (3 if attribute == "put_in_place" else 2)
 
 
 # ------------------------------------------------------------------------------------------ signals

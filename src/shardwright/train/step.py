@@ -262,6 +262,8 @@ class Trainer:
         self._attention_work: tuple[float, tuple[str, ...]] = (1.0, ())
         self.on_gradients: Callable[[Trainer], None] | None = None
         """Called when the gradients of a step are reduced and not yet clipped (verification)."""
+        self.before_update: Callable[[], None] | None = None
+        """Called before the parameters and the optimizer's state change (a save may be copying them)."""
 
     def _balancer(self) -> Balancer | None:
         if self.config.model.moe is None:
@@ -322,6 +324,7 @@ class Trainer:
         delayed = self.delayed if step >= self.config.optim.delay_after else None
         tokens, stop = self._agree(sum(batch.num_valid for batch in batches))
         if delayed is not None:
+            self._may_update()
             delayed.start()
         loss_sum = self.gradients(batches, step, tokens)
         busy = time.perf_counter() - start
@@ -342,6 +345,7 @@ class Trainer:
             if delayed is not None:
                 delayed.keep(lr)
             else:
+                self._may_update()
                 with self.mesh.recorder.phase("update"):
                     self.optimizer.step(lr)
         balance = self._balance(update=finite)
@@ -368,6 +372,10 @@ class Trainer:
                 "before. Lower optim.lr, or set train.on_nonfinite=skip"
             )
         return result
+
+    def _may_update(self) -> None:
+        if self.before_update is not None:
+            self.before_update()
 
     def settle(self) -> None:
         """Make up for an update that is outstanding (``delayed_update``), if there is one; all ranks must call."""
