@@ -1,4 +1,4 @@
-"""A small model with experts on real text, from a start where two of sixteen experts get every token: does balance come back?
+"""A small model with experts on real text, from a skewed start: does balance come back?
 
 Three runs of one process that differ in the method only: no balancing, the auxiliary loss, the correction bias (no loss).
 
@@ -30,10 +30,10 @@ from shardwright.train.step import Trainer
 
 METHODS: dict[str, dict[str, Any]] = {
     "no balancing": {"aux_coefficient": 0.0},
-    "auxiliary loss": {"aux_coefficient": 0.05},
+    "auxiliary loss": {"aux_coefficient": 0.02},
     "correction bias": {"aux_coefficient": 0.0, "bias_correction": True},
 }
-SKEW = 1.0
+SKEW = 0.3
 """The router's biases start between SKEW and -SKEW; other differences of its logits are about 0.2 then."""
 
 
@@ -48,8 +48,8 @@ def run_config(text: str, steps: int, folder: Path, **moe: Any) -> RunConfig:
         {
             "model": model,
             "data": {"sources": text, "seq_len": 128, "cache": str(folder / "datasets")},
-            "optim": {"lr": 4e-3, "warmup_steps": 10},
-            "router": {"bias_rate": 0.02},
+            "optim": {"lr": 2e-3, "warmup_steps": 10},
+            "router": {"bias_rate": 0.01},
             "train": {"steps": steps, "run_dir": str(folder / "run"), "threads": 1},
             "layout": "micro_batch=8",
         }

@@ -2,7 +2,9 @@
 
 Each module of ``benchmarks/proofs`` has ``CHECKS``, a list of :class:`Check`. Long on purpose; not part of ``make test``.
 
-    python benchmarks/proof.py --issue foundation [--only 3,4] [--json FILE]
+    python benchmarks/proof.py --issue foundation [--only 3,4] [--json FILE] [--rounds 2]
+
+``--rounds`` tries the measurements with a few rounds; what they find is not kept in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -19,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from proofs.base import Check, Outcome  # noqa: E402 (the path comes first)
+from proofs.base import TRIAL, Check, Outcome  # noqa: E402 (the path comes first)
 
 
 @dataclass
@@ -48,7 +51,10 @@ def main() -> int:
     parser.add_argument("--issue", help="name of one issue; all without it")
     parser.add_argument("--only", help="numbers, separated by commas")
     parser.add_argument("--json", type=Path, help="keep the lines here")
+    parser.add_argument("--rounds", type=int, help="rounds of each measurement, for a trial")
     arguments = parser.parse_args()
+    if arguments.rounds:
+        os.environ[TRIAL] = str(arguments.rounds)
     known = sorted(path.stem for path in (ROOT / "benchmarks" / "proofs").glob("*.py") if path.stem != "base")
     if arguments.issue and arguments.issue not in known:
         parser.error(f"issue {arguments.issue!r} is not known; known: {', '.join(known)}")

@@ -12,7 +12,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-from proofs.base import ROOT, Check, Outcome, shardwright, tests
+from proofs.base import ROOT, Check, Outcome, bench_train, ratio_of, shardwright, tests
 
 
 @cache
@@ -73,15 +73,7 @@ def verified(layout: str) -> Outcome:
 
 
 def against_ddp() -> Outcome:
-    found = shardwright("bench", "train", "--layout", "dp=2,micro_batch=4,comm=gloo", "--peer", "ddp", "--rounds", "20")
-    kept = ROOT / "benchmarks" / "results" / "foundation-ddp.json"
-    kept.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    ours, peer = found["ours"], found["peer"]
-    value = (
-        f"ratio {found['ratio']:.3f} ({ours['tokens_per_second']:.0f} against {peer['tokens_per_second']:.0f} tokens/s; "
-        f"processor time {found['ratio_of_processor_time']:.3f})"
-    )
-    return Outcome(value, found["ratio"] <= 1.0)
+    return ratio_of(bench_train("foundation-ddp", "dp=2,micro_batch=4,comm=gloo", "ddp", rounds=20), 1.0)
 
 
 def gpu() -> Outcome:

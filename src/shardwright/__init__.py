@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardwright.core.run_config import RunConfig
     from shardwright.errors import ShardwrightError
     from shardwright.model.transformer import Transformer
+    from shardwright.parallel.context import ring_attention, ring_tokens
     from shardwright.parallel.tensor_layers import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -43,6 +44,8 @@ _HOMES = {
     "VocabParallelEmbedding": "shardwright.parallel.tensor_layers",
     "full_state_dict": "shardwright.parallel.tensor_layers",
     "parallelize": "shardwright.parallel.tensor_layers",
+    "ring_attention": "shardwright.parallel.context",
+    "ring_tokens": "shardwright.parallel.context",
     "vocab_parallel_cross_entropy": "shardwright.parallel.tensor_layers",
     "vocab_parallel_log_softmax": "shardwright.parallel.tensor_layers",
 }
@@ -62,6 +65,8 @@ __all__ = [
     "__version__",
     "full_state_dict",
     "parallelize",
+    "ring_attention",
+    "ring_tokens",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_log_softmax",
 ]

@@ -5,7 +5,8 @@ environment and one OpenMP thread, as torchrun does. They take turns (A B A B ..
 so the machine's mood is the same for both. The figure is the ratio of medians. The last turn of each side is not timed:
 a thread looks at the memory of each rank. Peers are files of ``benchmarks/peers`` with a class
 ``Peer(config, weights, mesh, device)`` whose ``step(batches)`` trains one step and returns the rank's mean loss; they
-need a checkout. ``weights`` has the initial values of the whole model by our names.
+need a checkout. ``weights`` has the initial values of the whole model by our names. The peer ``own`` is ours again, with
+another layout.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -41,6 +42,8 @@ from shardwright.train.memory import MemoryWatch
 from shardwright.train.step import DTYPES, Trainer
 from shardwright.train.units import format_bytes
 
+OWN = "own"
+"""The peer that is our own step with another layout."""
 PEERS = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
 TURN_LIMIT_S = 300.0
 POLL_S = 0.002
@@ -78,23 +81,37 @@ class Side:
 
 
 def bench_training(
-    layout: str, peer: str, model: str, seq_len: int, rounds: int, steps: int, tune_peer: bool = False
+    layout: str,
+    peer: str,
+    model: str,
+    seq_len: int,
+    rounds: int,
+    steps: int,
+    *,
+    peer_layout: str = "",
+    tune_peer: bool = False,
 ) -> dict[str, Any]:
     """Run both and return ``ratio`` (ours / peer, of medians), medians, every sample and where our time goes.
 
-    ``tune_peer`` gives the peer our settings of the memory allocator instead of those that torchrun starts it with.
+    ``peer_layout``: the peer's, as ours if empty; it must make the same global batch. ``tune_peer`` gives the peer our settings
+    of the memory allocator instead of those that torchrun starts it with.
     """
-    if not (PEERS / f"{peer}.py").is_file():
-        known = ", ".join(sorted(path.stem for path in PEERS.glob("*.py"))) or "none here: peers need a source checkout"
-        raise ConfigError(f"peer {peer!r} is not known; known: {known}")
     config = bench_config(layout, model, seq_len)
+    other = bench_config(peer_layout or layout, model, seq_len)
     check_start(config)
-    check_peer(peer, config)
+    check_peer(peer, other)
+    if config.layout.global_batch != other.layout.global_batch:
+        raise ConfigError(
+            f"{config.layout} has {config.layout.global_batch} sequences a step and {other.layout} has "
+            f"{other.layout.global_batch}; choose dp x microbatches x micro_batch alike"
+        )
     with tempfile.TemporaryDirectory(prefix="shardwright-bench-") as folder:
         ours = Side("ours", peer, config.to_table(), rounds, steps, folder)
-        theirs = Path(folder) / "peer.json"
-        theirs.write_text(json.dumps(asdict(ours) | {"name": "peer", "tuned": tune_peer}), encoding="utf-8")
-        command = [sys.executable, "-m", "shardwright.bench", str(theirs)]
+        tuned = tune_peer or peer == OWN
+        theirs = replace(ours, name="peer", table=other.to_table(), tuned=tuned)
+        task = Path(folder) / "peer.json"
+        task.write_text(json.dumps(asdict(theirs)), encoding="utf-8")
+        command = [sys.executable, "-m", "shardwright.bench", str(task)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
                 result = _run_side(ours)
@@ -103,7 +120,8 @@ def bench_training(
                 process.kill()
         if process.returncode != 0:
             raise RankError(f"peer {peer} failed: {complaint.strip()[-2000:]}")
-        return summarise(config, peer, result, json.loads(printed)) | {"peer_is_tuned": tune_peer}
+        found = summarise(config, peer, result, json.loads(printed))
+        return found | {"peer_layout": str(other.layout), "peer_is_tuned": tuned}
 
 
 def bench_config(layout: str, model: str, seq_len: int) -> RunConfig:
@@ -123,6 +141,13 @@ def _load_peer(name: str) -> ModuleType:
 
 def check_peer(name: str, config: RunConfig) -> None:
     """A peer's file names the axes that it can use in ``AXES``, and its ``check(config)`` refuses other runs."""
+    if name == OWN:
+        check_start(config)
+        return
+    if not (PEERS / f"{name}.py").is_file():
+        known = sorted(path.stem for path in PEERS.glob("*.py"))
+        others = ", ".join(known) or "others need a source checkout"
+        raise ConfigError(f"peer {name!r} is not known; known: {OWN}, {others}")
     peer = _load_peer(name)
     axes: tuple[str, ...] = peer.AXES
     for axis in ("dp", "tp", "cp", "pp", "ep"):
@@ -166,7 +191,10 @@ def _bench_rank(env: RankEnv, side: Side) -> dict[str, Any]:
     parts: list[dict[str, float]] = []
     classes: dict[str, int] = {}
     losses: list[Tensor] = []
-    step = _our_step(config, mesh, device, parts, classes) if side.name == "ours" else peer_step(side.peer, config, mesh, device)
+    if side.name == "ours" or side.peer == OWN:
+        step = _our_step(config, mesh, device, parts, classes)
+    else:
+        step = peer_step(side.peer, config, mesh, device)
     samples: list[float] = []
     processor: list[float] = []
     watch = MemoryWatch()
@@ -252,14 +280,17 @@ def summarise(config: RunConfig, name: str, our: dict[str, Any], peer: dict[str,
         }
         for side, found in (("ours", our), ("peer", peer))
     }
-    classes = {name: max(rank[name] for rank in our["classes"]) for name in our["classes"][0]}
+    classes = {
+        side: {name: max(rank[name] for rank in found["classes"]) for name in found["classes"][0]}
+        for side, found in (("ours", our), ("peer", peer))
+    }
     return {
         "ratio": seconds["ours"] / seconds["peer"],
         "ratio_of_pairs": statistics.median(pairs),
         "ratio_of_processor_time": processor["ours"] / processor["peer"],
         "ratio_of_memory": rows["ours"]["peak_memory_bytes"] / rows["peer"]["peak_memory_bytes"],
-        "ours": {**rows["ours"], **parts, "memory_by_class": classes},
-        "peer": {"name": name, **rows["peer"]},
+        "ours": {**rows["ours"], **parts, "memory_by_class": classes["ours"]},
+        "peer": {"name": name, **rows["peer"], "memory_by_class": classes["peer"]},
         "samples": {"ours": our["samples"], "peer": peer["samples"]},
         "losses": {"ours": our["losses"], "peer": peer["losses"]},
         "largest_loss_difference": drift,

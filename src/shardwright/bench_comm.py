@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from shardwright.comm.base import Comm
+from shardwright.comm.dist import DistComm
 from shardwright.comm.transport import transport_maker
 from shardwright.core.cluster import Chip, Cluster, LinkLevel, find_chip
 from shardwright.core.ledger import ring_bytes
@@ -61,10 +62,12 @@ class Fit:
 
 
 def bench_comm(ranks: int, most_bytes: int, transports: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure and fit; ``transports`` of ``gloo``, ``shm``, ``shm own`` and ``nccl``, all that are at hand by default.
+    """Measure and fit; ``transports`` of ``gloo``, ``gloo composed``, ``shm``, ``shm own`` and ``nccl``, all that are at hand
+    by default.
 
-    ``shm own``: buffers of `Comm.empty`, which peers read in place; so are gathers and scatters in all transports, as in a
-    training step: a rank's part is its own slice of the full buffer. Raises `ConfigError` below 2 ranks.
+    ``gloo`` has the verbs of PyTorch, ``gloo composed`` those that we make of them. ``shm own``: buffers of `Comm.empty`,
+    which peers read in place. In all transports a rank's part in a gather or a scatter is its own slice of the full buffer.
+    Raises `ConfigError` below 2 ranks.
     """
     if ranks < 2:
         raise ConfigError(f"--ranks {ranks}: a link has two ends; use 2 or more")
@@ -116,7 +119,11 @@ def _transports(env: RankEnv, device: torch.device, wanted: tuple[str, ...]) -> 
         if wanted and not any(name.split()[0] == kind for name in wanted):
             continue
         comm = transport_maker(kind, env.rank, env.timeout_s, ("world",))("world", groups)
-        found[kind] = (comm, False)
+        if kind == "gloo":
+            found["gloo"] = (DistComm("world", groups[0], None, composed=False), False)
+            found["gloo composed"] = (comm, False)
+        else:
+            found[kind] = (comm, False)
         if kind == "shm":
             found["shm own"] = (comm, True)
     return {name: pair for name, pair in found.items() if not wanted or name in wanted}

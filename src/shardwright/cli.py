@@ -1,4 +1,4 @@
-"""The command line: ``shardwright plan | train | verify | bench | generate | tokenize | schedule``.
+"""The command line: ``shardwright plan | train | verify | bench | generate | tokenize | schedule | convert``.
 
 Every verb takes ``--json`` (one JSON object on stdout, nothing else there). Exit codes: 0 done, 1 ran and the answer is
 "no", 2 the user's mistake, 3 a rank failed (named). torch is imported by the verbs that need it, in their ranks.
@@ -63,10 +63,13 @@ def train(
     sets: Sets = None,
     resume: Annotated[str, typer.Option(help="auto: the last complete checkpoint; none; or a checkpoint folder.")] = "none",
     profile: Annotated[bool, typer.Option("--profile", help="Write a Perfetto trace of a few steps to trace.json.")] = False,
+    check: Annotated[str | None, typer.Option(help="replicas: after each step, that ranks hold alike what they must.")] = None,
     as_json: Json = False,
 ) -> None:
     """Train a model on text; starts its own ranks, or joins torchrun's or srun's."""
     settings = RunConfig.load(config, sets or (), layout)
+    if check not in (None, "replicas"):
+        raise typer.BadParameter(f"--check {check} is not known; use --check replicas")
     _warm_up()
     from shardwright.train.display import TrainDisplay, tokenise_progress
     from shardwright.train.loop import RunOptions, prepare_run
@@ -75,7 +78,7 @@ def train(
 
     quiet = as_json or not _is_main()
     console = Console(quiet=quiet)
-    options = RunOptions(resume, profile)
+    options = RunOptions(resume, profile, check == "replicas")
     with tokenise_progress(console, quiet=quiet) as progress:
         data = prepare_run(settings, options, progress)
     summary = run(settings, data, options, TrainDisplay(settings.train.steps, console=console, quiet=quiet))
@@ -184,6 +187,26 @@ def tokenize(
     )
 
 
+@app.command(epilog="Example: shardwright convert runs/demo/checkpoints/step-300 exported --dtype bf16")
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint, Hugging Face folder or torch DCP folder.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")],
+    to: Annotated[str, typer.Option(help="hf: weights; checkpoint: DST/step-N, to resume from; dcp: for torch.")] = "hf",
+    model: Annotated[str | None, typer.Option(help="Preset or config.json, where SRC does not name its model.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Convert the weights: fp32, bf16, fp16 or fp64.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint or a model in another format: Hugging Face, torch's distributed checkpoint, or our own."""
+    from shardwright.checkpoint.convert import convert as run
+
+    made = run(source, target, to, model=model, dtype=dtype)
+    if as_json:
+        _print_json(made.to_json())
+        return
+    state = f", optimizer state {', '.join(made.optimizer)}" if made.optimizer else ""
+    print(f"{made.path}: {made.parameters} parameters{state}, from {made.source} to {made.target}")
+
+
 @app.command("plan", epilog="Example: shardwright plan llama-3.1-70b --cluster h100-80gb:8x8 --seq 8192 --global-batch 512")
 def plan_(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Preset, Hugging Face file or folder, TOML with [model].")],
@@ -239,7 +262,9 @@ def draw_schedule(
 def bench_comm(
     ranks: Annotated[int, typer.Option(min=2, help="Ranks on this machine.")] = 2,
     most_mb: Annotated[int, typer.Option("--max-mb", min=1, help="Largest buffer in MiB.")] = 64,
-    transport: Annotated[list[str] | None, typer.Option(help="gloo, shm, 'shm own' or nccl. Repeatable; else all.")] = None,
+    transport: Annotated[
+        list[str] | None, typer.Option(help="gloo, 'gloo composed', shm, 'shm own' or nccl. Repeatable; else all.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for comm.json, comm.png and cluster.toml.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -267,8 +292,11 @@ def bench_train(
     layout: LayoutText = "dp=2,micro_batch=4",
     peer: Annotated[
         str,
-        typer.Option(help="ddp, zero_redundancy, fsdp1, fsdp2, parallelize_module, pipelining (PyTorch's) or deepspeed."),
+        typer.Option(
+            help="ddp, zero_redundancy, fsdp1, fsdp2, parallelize_module, pipelining (PyTorch's), deepspeed, or own: ours again."
+        ),
     ] = "ddp",
+    peer_layout: Annotated[str, typer.Option(help="The peer's layout; by default as ours.")] = "",
     model: Annotated[str, typer.Option(help="Preset or Hugging Face folder.")] = "bench-25m",
     seq_len: Annotated[int, typer.Option(min=2)] = 256,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of ours, theirs, ours, theirs.")] = 8,
@@ -283,7 +311,9 @@ def bench_train(
     _warm_up()
     from shardwright.bench import bench_table, bench_training
 
-    result = bench_training(layout or "dp=2", peer, model, seq_len, rounds, steps, tune_peer)
+    result = bench_training(
+        layout or "dp=2", peer, model, seq_len, rounds, steps, peer_layout=peer_layout, tune_peer=tune_peer
+    )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

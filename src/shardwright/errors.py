@@ -9,6 +9,7 @@
     ├── DataError                    text, datasets, tokenizers
     ├── CheckpointError              missing, torn or foreign checkpoints
     ├── NonFiniteError               exit code 1: the gradient norm is not finite; every rank stops after the same step
+    ├── PlacementError               exit code 3: ranks hold different values of what they must hold alike (--check)
     └── RankError                    exit code 3: a rank failed; names the rank and the cause
 
 A message says what was given, what is needed and what to try. The command line prints it without a
@@ -48,6 +49,12 @@ class NonFiniteError(ShardwrightError):
     """The gradient norm is not finite; every rank sees the same norm and stops after the same step."""
 
     exit_code = 1
+
+
+class PlacementError(ShardwrightError):
+    """Ranks hold different values of what they must hold alike, or not all of it between them; every rank sees it."""
+
+    exit_code = 3
 
 
 class RankError(ShardwrightError):

@@ -47,6 +47,9 @@ DROPOUT = {"dropout": 0.1}
 
 CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "plain": (LLAMA, "dp=2", []),
+    "gloo": (LLAMA, "dp=2,comm=gloo", []),
+    "gloo, three ranks": (LLAMA, f"dp=3,comm=gloo,{SMALL_BUCKETS}", []),
+    "three ranks": (LLAMA, f"dp=3,{SMALL_BUCKETS}", []),
     "accumulation": (LLAMA, "dp=2,microbatches=3,micro_batch=2", []),
     "small buckets": (LLAMA, f"dp=2,microbatches=2,{SMALL_BUCKETS}", []),
     "one bucket": (LLAMA, "dp=2,microbatches=2", ["optim.clip=0"]),
@@ -215,6 +218,11 @@ def test_bucket_sizes_and_recomputation_change_no_bit(one: str, other: str, trac
         assert first.gradients[0].keys() == second.gradients[0].keys()
         assert differing(first, second) == []
     assert differing(traces[one][0], traces["plain"][0])
+
+
+def test_shared_memory_and_gloo_give_the_same_bits(traces: dict[str, list[Trace]]) -> None:
+    for first, second in zip(traces["plain"], traces["gloo"], strict=True):
+        assert differing(first, second) == []
 
 
 @pytest.mark.parametrize("label", ["frozen", "frozen, full recomputation"])

@@ -19,11 +19,13 @@ from shardwright.comm import regions
 from shardwright.comm.base import Comm, ReduceOp, Work
 from shardwright.comm.dist import dist_comm
 from shardwright.comm.solo import SoloComm
+from shardwright.comm.transport import transport_maker
 from shardwright.launch import RankEnv
 from shardwright.verify.mutate import ForwardingComm
 
-WORLDS = (2, 3, 4)
-COLUMNS = 3
+WORLDS = (2, 3, 4, 8)
+TRANSPORTS = ("gloo", "shm")
+ROWS, COLUMNS = 24, 3
 
 
 def sizes(source: int, target: int) -> int:
@@ -42,11 +44,11 @@ class Pair:
 
 
 def whole(rank: int, size: int) -> int:
-    return 12
+    return ROWS
 
 
 def share(rank: int, size: int) -> int:
-    return 12 // size
+    return ROWS // size
 
 
 def sent(rank: int, size: int) -> int:
@@ -153,10 +155,14 @@ def both_ends(name: str, comm: Switched) -> Ends:
 Wrap = Callable[[Comm], Comm] | None
 
 
-def run_pairs(env: RankEnv, forward: Wrap, backward: Wrap) -> dict[str, Ends]:
-    comm = dist_comm("tp", [tuple(range(env.world_size))], 30.0)
+def run_pairs(env: RankEnv, kind: str, forward: Wrap, backward: Wrap) -> dict[str, Ends]:
+    comm = transport_maker(kind, env.rank, 30.0, ("tp",))("tp", (tuple(range(env.world_size)),))
     ways = [wrap(comm) if wrap else comm for wrap in (forward, backward)]
     return {name: both_ends(name, Switched(*ways)) for name in PAIRS}
+
+
+def run_pairs_on_each(env: RankEnv) -> dict[str, dict[str, Ends]]:
+    return {kind: run_pairs(env, kind, None, None) for kind in TRANSPORTS}
 
 
 def inner_products(name: str, ranks: Sequence[Ends]) -> tuple[float, float]:
@@ -170,9 +176,22 @@ def inner_products(name: str, ranks: Sequence[Ends]) -> tuple[float, float]:
 
 
 @pytest.fixture(scope="module", params=WORLDS)
-def ends(request: pytest.FixtureRequest) -> list[dict[str, Ends]]:
-    results: list[dict[str, Ends]] = run_ranks(run_pairs, request.param, None, None)
+def each(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Ends]]]:
+    results: list[dict[str, dict[str, Ends]]] = run_ranks(run_pairs_on_each, request.param)
     return results
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def ends(request: pytest.FixtureRequest, each: list[dict[str, dict[str, Ends]]]) -> list[dict[str, Ends]]:
+    return [rank[request.param] for rank in each]
+
+
+def test_two_ranks_see_the_same_bits_over_both_transports(each: list[dict[str, dict[str, Ends]]]) -> None:
+    for rank in each:
+        for name in PAIRS:
+            one, other = (rank[kind][name] for kind in TRANSPORTS)
+            close = torch.equal if len(each) == 2 else torch.allclose
+            assert close(one.out, other.out) and close(one.dx, other.dx), name
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -197,7 +216,7 @@ def test_ends_have_the_types_that_they_say(ends: list[dict[str, Ends]], name: st
 
 def test_values_of_the_pairs(ends: list[dict[str, Ends]]) -> None:
     size = len(ends)
-    rows = 12 // size
+    rows = ROWS // size
 
     def all_x(name: str) -> list[Tensor]:
         return [rank[name].x for rank in ends]
@@ -224,9 +243,9 @@ DROPPED = [(name, part) for name, pair in PAIRS.items() for part in pair.communi
 def broken() -> dict[str, list[dict[str, Ends]]]:
     """By what is left out: the pairs without the collective of one pass, or with an average for a sum."""
     return {
-        "forward": run_ranks(run_pairs, 3, Broken, None),
-        "backward": run_ranks(run_pairs, 3, None, Broken),
-        "average": run_ranks(run_pairs, 3, None, Averaging),
+        "forward": run_ranks(run_pairs, 3, "gloo", Broken, None),
+        "backward": run_ranks(run_pairs, 3, "gloo", None, Broken),
+        "average": run_ranks(run_pairs, 3, "gloo", None, Averaging),
     }
 
 

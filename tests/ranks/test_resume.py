@@ -209,7 +209,7 @@ def test_bf16_continues_bit_for_bit_too(zero: int, folder: Path) -> None:
 
 
 def test_after_a_kill_in_mid_step_a_resumed_run_has_the_losses_of_one_without(folder: Path, whole: RunConfig) -> None:
-    config = make_config(folder, "killed", save_every=2)
+    config = make_config(folder, "killed", save_every=2, async_save=False)
     start = time.monotonic()
     with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL") as caught:
         run(config, plan=Plan(FaultPlan(kill={"reduce": 6}, ranks=[1])))
@@ -229,7 +229,7 @@ def break_call(env: RankEnv, place: str, call: int) -> None:
 
     @functools.wraps(original)
     def maybe(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == call and (env.rank == env.world_size - 1 or attribute == "save_checkpoint"):
+        if next(calls) == call and (env.rank == env.world_size - 1 or attribute == "put_in_place"):
             raise ZeroDivisionError(f"broken {attribute}")
         return original(*args, **kwargs)
 
@@ -243,7 +243,7 @@ def break_call(env: RankEnv, place: str, call: int) -> None:
         ("shardwright.ops.gradients:GradSlot.add", 25, 1),
         ("shardwright.train.optim:FlatOptimizer.step", 2, 1),
         ("shardwright.train.data:TrainSampler.batches", 2, 1),
-        ("shardwright.train.loop:save_checkpoint", 2, 0),
+        ("shardwright.checkpoint.save:put_in_place", 2, 0),
     ],
     ids=["forward", "backward", "optimizer", "data", "save"],
 )
@@ -251,13 +251,13 @@ def test_a_rank_that_raises_in_its_third_step_ends_all_and_is_named(
     place: str, call: int, rank: int, folder: Path
 ) -> None:
     attribute = place.rpartition(".")[2].rpartition(":")[2]
-    config = make_config(folder, f"broken-{place.rpartition(':')[2]}", save_every=1)
+    config = make_config(folder, f"broken-{place.rpartition(':')[2]}", save_every=1, async_save=False)
     start = time.monotonic()
     with pytest.raises(RankError, match=rf"^rank {rank} failed: ZeroDivisionError: broken {attribute}") as caught:
         run(config, plan=Plan(prepare=break_call, arguments=(place, call)))
     assert caught.value.rank == rank and time.monotonic() - start < 15
     assert checkpoints(config) == [1, 2]  # two steps were done, and no torn checkpoint is left
-    assert len(losses(config)) == (3 if attribute == "save_checkpoint" else 2)
+    assert len(losses(config)) == (3 if attribute == "put_in_place" else 2)
 
 
 # ------------------------------------------------------------------------------------------ signals
@@ -350,6 +350,7 @@ def test_samples_go_on_where_the_checkpoint_says_though_the_batch_changed(folder
         "dp=4,zero=2,dp_replicate=2",
         "dp=1,tp=2,zero=1,micro_batch=4",
         "dp=2,pp=2,zero=3,reshard=after_backward,microbatches=2",
+        "cp=2,zero=3,micro_batch=4",
     ],
 )
 def test_a_checkpoint_of_shards_is_whole_and_fits_any_layout(layout: str, folder: Path, sharded: RunConfig) -> None:
@@ -363,6 +364,8 @@ def test_a_checkpoint_of_shards_is_whole_and_fits_any_layout(layout: str, folder
         assert_same_state(load(config, 6), load(sharded, 6))
     else:
         assert found == pytest.approx(losses(sharded)[3:], rel=1e-5)
+        held_out = [[r["valid_loss"] for r in read_metrics(c.train.run_dir) if "valid_loss" in r][-1] for c in (config, sharded)]
+        assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
         weights, expected = load(config, 6).weights, load(sharded, 6).weights
         assert all(torch.allclose(weights[name], value, atol=2e-3) for name, value in expected.items())
     assert "head.weight" not in load(config, 6).weights

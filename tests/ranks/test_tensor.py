@@ -35,16 +35,27 @@ GPT2 = FOUR | {
 }  # fmt: skip
 QWEN2 = LLAMA | {"family": "qwen2", "qkv_bias": True, "tied_head": True}
 QWEN3 = LLAMA | {"family": "qwen3", "qk_norm": True, "head_dim": 12}
+LATENT = FOUR | {
+    "family": "deepseek_v3",
+    "mla": {"kv_lora_rank": 12, "q_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},
+}
+STRAIGHT = FOUR | {
+    "family": "deepseek_v2", "rope_scaling": {"kind": "yarn", "factor": 4, "original_max_positions": 16, "mscale_all_dim": 1.0},
+    "mla": {"kv_lora_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 14},
+}  # fmt: skip
 ONE_KV = LLAMA | {"num_kv_heads": 1}
 DROPOUT = {"dropout": 0.1}
 FP64, OFF, CHUNKS = "precision=fp64", "sp=off", "tp_overlap=3"
 ODD_TOKENS = "data.seq_len=47"
+SCORES = ["train.attention=scores"]
 
 CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "llama": (LLAMA, f"tp=2,{FP64}", []),
     "llama, sp off": (LLAMA, f"tp=2,{OFF},{FP64}", []),
     "llama in fp32": (LLAMA, "tp=2", []),
     "llama in fp32, sp off": (LLAMA, f"tp=2,{OFF}", []),
+    "gloo": (LLAMA, "tp=2,comm=gloo", []),
+    "gloo, sp off": (LLAMA, f"tp=2,{OFF},comm=gloo", []),
     "adamw": (LLAMA | DROPOUT, f"tp=2,{FP64}", ["optim.name=adamw"]),
     "one kv head": (ONE_KV, f"tp=2,{FP64}", []),
     "one kv head, sp off": (ONE_KV, f"tp=2,{OFF},{FP64}", []),
@@ -54,8 +65,8 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "qwen3, selective": (QWEN3, f"tp=2,recompute=selective,{FP64}", []),
     "qwen3, sp off": (QWEN3, f"tp=2,{OFF}", []),
     "gpt2": (GPT2 | DROPOUT, f"tp=2,microbatches=2,{FP64}", []),
-    "gpt2, sp off": (GPT2 | DROPOUT, f"tp=2,{OFF},recompute=full,{FP64}", []),
-    "gpt2 with a head of its own": (GPT2 | {"tied_head": False}, f"tp=2,recompute=selective,{FP64}", []),
+    "gpt2, sp off": (GPT2 | DROPOUT, f"tp=2,{OFF},recompute=full,{FP64}", SCORES),
+    "gpt2 with a head of its own": (GPT2 | DROPOUT | {"tied_head": False}, f"tp=2,recompute=selective,{FP64}", SCORES),
     "odd vocabulary and channels": (ODD, f"tp=2,{FP64}", []),
     "odd and tied, sp off": (ODD | {"tied_head": True}, f"tp=2,{OFF},{FP64}", []),
     "odd tokens": (LLAMA | DROPOUT, f"tp=2,micro_batch=3,{FP64}", [ODD_TOKENS]),
@@ -72,6 +83,10 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "loss in chunks, sp off": (GPT2, f"tp=2,{OFF},recompute=full,{FP64}", ["train.loss_chunk=13"]),
     "loss in chunks, frozen head": (LLAMA, "tp=2", ["train.loss_chunk=13", 'train.freeze=["head.weight"]']),
     **{f"recompute={kind}": (GPT2 | DROPOUT, f"tp=2,recompute={kind}", []) for kind in ("none", "selective", "full")},
+    "latent": (LATENT | DROPOUT, f"tp=2,{CHUNKS},{FP64}", [ODD_TOKENS]),
+    "latent, recompute": (LATENT, f"tp=2,recompute=full,{FP64}", []),
+    "latent, queries without, sp off": (STRAIGHT, f"tp=2,{OFF},recompute=selective,{FP64}", []),
+    "latent, four ranks": (LATENT, f"tp=4,{FP64}", []),
     "three ranks": (SIX, f"tp=3,{FP64}", []),
     "three ranks, odd tokens": (SIX | DROPOUT, f"tp=3,recompute=selective,{CHUNKS},{FP64}", [ODD_TOKENS]),
     "three ranks, sp off": (SIX | {"tied_head": True}, f"tp=3,{OFF},{CHUNKS}", []),
@@ -154,6 +169,14 @@ def test_a_layout_computes_and_sends_what_it_should(
     result = judge(config, traces[label])
     assert result.passed, result.to_json()
     assert result.predicted.total_bytes == result.dryrun.total_bytes == result.measured.total_bytes > 0
+
+
+@pytest.mark.parametrize("change", ["", ", sp off"])
+def test_shared_memory_and_gloo_give_the_same_bits(change: str, traces: dict[str, list[Trace]]) -> None:
+    for one, other in zip(traces[f"llama in fp32{change}"], traces[f"gloo{change}"], strict=True):
+        assert one.losses == other.losses
+        for mine, theirs in zip([*one.gradients, one.parameters], [*other.gradients, other.parameters], strict=True):
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 # ------------------------------------------------------------------------------------------ what the ledger shows

@@ -22,6 +22,8 @@ EXPORTS = [
     "__version__",
     "full_state_dict",
     "parallelize",
+    "ring_attention",
+    "ring_tokens",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_log_softmax",
 ]

@@ -25,7 +25,7 @@ NOT_TENSORS = ("np", "numpy", "math")
 ALLOWED: dict[str, set[str]] = {
     "model/generate.py": {"_Choice.__call__"},  # the one token of each call
     "ops/routing.py": {"host_counts"},  # rows of each expert, spread evenly in a dry run
-    "parallel/data.py": {"_fingerprint"},  # once, before the first step
+    "parallel/data.py": {"fingerprint"},  # once, before the first step
     "parallel/expert.py": {"ExpertExchange._read"},  # once for each dispatch; a dry run's plan is assumed
     "train/step.py": {"_read", "_read_all", "Trainer.evaluate"},  # what a dry run answers with zeros
 }

@@ -198,6 +198,9 @@ def fork_each(codes: Connection, function: Callable[..., None], arguments: list[
 
 def save_and_die_at(root: Path, step: int, plan: FaultPlan) -> None:
     plan.wrap(os, "replace")
+    plan.wrap(os, "posix_fallocate")
+    plan.wrap(os, "pwrite")
+    plan.wrap(os, "fsync")
     plan.wrap(Path, "rename")
     plan.wrap(shutil, "rmtree")
     save(root, step, 100.0 + step, keep_last=1, on_point=plan.at)
@@ -236,7 +239,8 @@ def check_after_kill(root: Path, step: int) -> bool:
 @pytest.mark.parametrize(("step", "num_renames"), [(4, 2), (3, 3)], ids=["next-step", "same-step"])
 def test_ck_01_lh_09_killed_at_a_point(saved: Path, tmp_path: Path, step: int, num_renames: int) -> None:
     """kill -9 at each named point, and before each rename and each removal."""
-    points = [(name, 0) for name in POINTS] + [("replace", n) for n in range(7)]
+    points = [(name, 0) for name in POINTS] + [("replace", n) for n in range(3)]
+    points += [("posix_fallocate", 2), ("pwrite", 0), ("pwrite", 20), ("fsync", 0), ("fsync", 3)]
     points += [("rename", n) for n in range(num_renames)] + [("rmtree", 0)]
     cases = []
     for point, occurrence in points:
@@ -292,15 +296,21 @@ def test_ck_17_a_failed_write_leaves_the_previous(tmp_path: Path, num_bytes: int
     assert_is(load_latest(tmp_path), 3)
 
 
-@pytest.mark.parametrize("where", ["save_file", "write_text", "manifest", "rename"])
+@pytest.mark.parametrize("where", ["pwrite", "fallocate", "write_text", "manifest", "rename"])
 def test_ck_17_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     save(tmp_path, 3, keep_last=1)
 
     def full(*args: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    owner: Any = {"manifest": "shardwright.checkpoint.manifest.write_text", "rename": "pathlib.Path.rename"}.get(where)
-    monkeypatch.setattr(owner or f"shardwright.checkpoint.hf.{where}", full)
+    owner = {
+        "pwrite": "os.pwrite",
+        "fallocate": "os.posix_fallocate",
+        "write_text": "shardwright.checkpoint.hf.write_text",
+        "manifest": "shardwright.checkpoint.manifest.write_text",
+        "rename": "pathlib.Path.rename",
+    }[where]
+    monkeypatch.setattr(owner, full)
     for step in (4, 3):
         with pytest.raises(CheckpointError, match=r"No space left on device; .*as they were; make room") as caught:
             save(tmp_path, step, 9.0, keep_last=1)
@@ -401,7 +411,7 @@ def test_a_corrupt_file_is_named(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format_version": 2}, "format version 2"),
+        ({"format_version": 3}, "format version 3"),
         ({"files": {"../other": {"size": 0, "sha256": ""}}}, "outside"),
         ({"files": []}, "torn"),
     ],

@@ -21,6 +21,7 @@ from shardwright.model.balance import Balance, auxiliary_loss
 from shardwright.model.context import Context
 from shardwright.model.init import full_value
 from shardwright.model.transformer import Transformer
+from shardwright.ops import grouped
 from shardwright.ops.attention import CausalAttend
 from shardwright.ops.capacity import Limit, limit_choices
 from shardwright.ops.gradients import GradQueue, GradSlot, set_slot
@@ -141,6 +142,25 @@ def test_experts_without_rows_get_written_zeros(sizes: tuple[int, ...]) -> None:
     for write in writes:
         write()
     assert slot.written and torch.allclose(slot.view, 2 * d_weight)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 8, 1), (0, 12, 0, 0)])
+def test_one_kernel_for_all_experts_computes_the_same(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a GPU, through the same function where the CPU has it."""
+    seen = []
+    for fast in (False, True):
+        monkeypatch.setattr(grouped, "has_grouped_gemm", lambda *_, fast=fast: fast)
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(4, 8, 16, generator=generator).bfloat16())
+        rows = torch.randn(12, 16, generator=generator).bfloat16().requires_grad_()
+        slot = GradSlot(torch.full(weight.shape, torch.nan), GradQueue())
+        set_slot(weight, slot)
+        out = grouped_linear(rows, weight, RowGroups(torch.tensor(sizes), 12))
+        out.backward(torch.randn(12, 8, generator=generator).bfloat16())
+        assert rows.grad is not None
+        seen.append((out.detach(), rows.grad, slot.view))
+    for loop, kernel in zip(*seen, strict=True):
+        assert torch.allclose(loop.float(), kernel.float(), rtol=1e-2, atol=1e-2)
 
 
 def test_no_work_is_done_on_padding() -> None:

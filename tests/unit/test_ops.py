@@ -17,7 +17,7 @@ from shardwright.core.run_config import RunConfig
 from shardwright.errors import ConfigError
 from shardwright.model.loss import IGNORE, head_loss
 from shardwright.model.transformer import Transformer
-from shardwright.ops.attention import CausalAttend
+from shardwright.ops.attention import CausalAttend, ScoreDropout, ScoresAttend
 from shardwright.ops.gradients import GradQueue, GradSlot, joined, set_slot
 from shardwright.ops.kernels import dropout, dropout_key, swiglu
 from shardwright.ops.linear import embedding, fused_linear, linear
@@ -319,16 +319,17 @@ def random_heads(num_tokens: int, num_heads: int, num_kv_heads: int, seed: int =
 def test_attention_equals_a_masked_softmax(
     lengths: tuple[int, ...], heads: tuple[int, int], window: int | None
 ) -> None:
-    ours, reference = random_heads(12, *heads), random_heads(12, *heads)
-    out = CausalAttend(lengths, [None, window]).heads(*ours, layer=1)
-    expected = dense_attention(*reference, lengths, window)
-    assert torch.allclose(out, expected, rtol=1e-9, atol=1e-12)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
-    for a, b in zip(
-        torch.autograd.grad((out * weights).sum(), ours), torch.autograd.grad((expected * weights).sum(), reference),
-        strict=True,
-    ):  # fmt: skip
-        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    for kind in (CausalAttend, ScoresAttend):
+        ours, reference = random_heads(12, *heads), random_heads(12, *heads)
+        out = kind(lengths, [None, window]).heads(*ours, layer=1)
+        expected = dense_attention(*reference, lengths, window)
+        assert torch.allclose(out, expected, rtol=1e-9, atol=1e-12)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+        for a, b in zip(
+            torch.autograd.grad((out * weights).sum(), ours), torch.autograd.grad((expected * weights).sum(), reference),
+            strict=True,
+        ):  # fmt: skip
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("lengths", [(6, 6), (4, 8), (7, 5)], ids=str)
@@ -447,6 +448,17 @@ def test_masks_do_not_depend_on_how_tokens_and_features_are_split() -> None:  # 
     assert torch.equal(torch.cat(columns, 1), whole)
     halves = dropout(torch.ones(8, 16), 0.5, torch.arange(8), key).chunk(2)
     assert not torch.equal(*halves)  # ranks with different tokens drop different patterns
+
+
+def test_dropped_scores_do_not_depend_on_how_heads_and_documents_are_split() -> None:  # RN-01
+    ones, index, keys = torch.ones(3, 4, 8, 8), torch.arange(24) + 100, [5, dropout_key(0, 1, 2, 3)]
+    whole = ScoreDropout(0.25, index, keys)(ones, 0, 1)
+    assert whole.unique().tolist() == pytest.approx([0.0, 1 / 0.75]) and 0.15 < (whole == 0).double().mean() < 0.35
+    assert torch.equal(ScoreDropout(0.25, index, keys, first_head=2)(ones[:, 2:], 0, 1), whole[:, 2:])
+    assert torch.equal(ScoreDropout(0.25, index, keys)(ones[1:], 8, 1), whole[1:])
+    assert torch.equal(ScoreDropout(0.25, index[8:], keys)(ones[1:], 0, 1), whole[1:])
+    for other in (whole[:, :1], whole[:1], ScoreDropout(0.25, index, keys)(ones, 0, 0)):
+        assert not torch.equal(other.expand_as(whole), whole)
 
 
 def test_recomputation_replays_dropout() -> None:  # RN-04

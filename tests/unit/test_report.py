@@ -384,8 +384,9 @@ def test_spread_of_choices() -> None:
     assert even.entropy == pytest.approx(1.0) and spread([7, 0, 0, 0]).entropy == 0.0
     assert skewed.entropy == pytest.approx(-(0.9 * math.log(0.9) + 0.1 * math.log(0.1)) / math.log(4))
     assert (nothing.max_over_mean, nothing.dead) == (1.0, 2)
-    record = balance_record([[5, 5, 5, 5], [20, 0, 0, 0]], [2, 2], [1, 0])
-    assert record == {
+    counts = [[5, 5, 5, 5], [20, 0, 0, 0]]
+    assert balance_record(counts, [0, 0], [0, 0], ep=2)["expert_rank_max_over_mean"] == 2.0
+    assert balance_record(counts, [2, 2], [1, 0]) == {
         "expert_max_over_mean": 4.0, "expert_entropy": 0.0, "dead_experts": 3, "dropped_share": 0.1, "rerouted_share": 0.025,
     }  # fmt: skip
 
@@ -396,7 +397,8 @@ def test_the_end_report_shows_the_experts(tmp_path: Path) -> None:
         for step in range(1, 50):
             counts = [[40, 40, 40, 40], [160 - step, step, 0, 0]]
             history.add(counts)
-            writer.write(record(step) | {"aux_loss": 0.1} | balance_record(counts, [8, 8], [0, 0]))
+            seen = balance_record(counts, [8, 8], [0, 0], ep=2)
+            writer.write(record(step) | {"aux_loss": 0.1, "expert_bytes": 3 << 20} | seen)
     history.write(tmp_path)
     table = read_experts(tmp_path)
     assert table is not None and table["window"] == WINDOW and table["layers"] == [1, 3]
@@ -408,6 +410,7 @@ def test_the_end_report_shows_the_experts(tmp_path: Path) -> None:
     assert {path.name for path in pictures} >= {"experts.png", "experts.svg"}
     text = output(console)
     assert "busiest 3.98 → 2.77 times the mean" in text and "4 experts got no token" not in text
+    assert "3.00 MiB sent per step and rank, busiest rank 2.00 times the mean" in text
     assert "2 experts got no token" in text and "5.0% of choices" in text and "Tokens of each expert" in text
     assert matplotlib.image.imread(tmp_path / "experts.png").shape[1] > 600
     (tmp_path / "experts.json").write_text("{")

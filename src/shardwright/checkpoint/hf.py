@@ -398,23 +398,36 @@ def write_files(
     tokenizer_folder: Path | str | None = None,
 ) -> None:
     """`save_hf` that lets OSError through."""
-    description = config.to_hf()
     tensors = {name: tensor.detach() for name, tensor in to_hf_tensors(config, weights).items()}
     dtype = dtype or next(iter(tensors.values())).dtype
-    description["torch_dtype"] = str(dtype).removeprefix("torch.")
-    source = None if tokenizer_folder is None else Path(tokenizer_folder)
-    if source is not None and not source.is_dir():
-        raise CheckpointError(f"tokenizer folder {source} does not exist; give the folder of tokenizer.json")
+    description = config_text(config, dtype)
+    check_tokenizer(tokenizer_folder)
     folder.mkdir(parents=True, exist_ok=True)
     specs = parameter_specs(config)
     wide = {tensor.name for tensor in hf_names(config) if specs[tensor.parts[0]].buffer}  # a correction bias stays fp32
     converted = {name: tensor.to(torch.float32 if name in wide else dtype) for name, tensor in tensors.items()}
     write_safetensors(folder / WEIGHTS, converted)
-    write_text(folder / "config.json", json.dumps(description, indent=2) + "\n")
-    if source is not None and source.resolve() != folder.resolve():
+    write_text(folder / "config.json", description)
+    copy_tokenizer(tokenizer_folder, folder)
+
+
+def config_text(config: ModelConfig, dtype: torch.dtype) -> str:
+    """What a ``config.json`` holds; raises `ModelConfigError` for a model that the family cannot describe."""
+    return json.dumps(config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
+
+
+def check_tokenizer(source: Path | str | None) -> None:
+    """Raise `CheckpointError` for a tokenizer's folder that is not there."""
+    if source is not None and not Path(source).is_dir():
+        raise CheckpointError(f"tokenizer folder {source} does not exist; give the folder of tokenizer.json")
+
+
+def copy_tokenizer(source: Path | str | None, folder: Path) -> None:
+    """Copy the tokenizer's files; raises OSError."""
+    if source is not None and Path(source).resolve() != folder.resolve():
         for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, folder / name)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -1,9 +1,10 @@
 """Which checkpoints of a folder are complete.
 
 A checkpoint is a folder ``step-N`` with a ``manifest.json``, written last, that lists every file with its size and
-SHA-256. It is written as ``step-N.partial`` and renamed when it is complete, so a half-written one has no name that is
-ever looked for. ``step-N.replaced`` is the older of two checkpoints of one step, between the two renames that swap
-them; it counts if the newer is not there. Steps are compared as numbers.
+SHA-256: one for a whole file, or one for each range that a rank has written. It is written as ``step-N.partial`` and
+renamed when it is complete, so a half-written one has no name that is ever looked for. ``step-N.replaced`` is the older of
+two checkpoints of one step, between the two renames that swap them; it counts if the newer is not there. Steps are compared
+as numbers.
 """
 
 from __future__ import annotations
@@ -12,41 +13,72 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from shardwright.checkpoint.hf import write_text
+from shardwright.checkpoint.runs import Run, hash_run, map_file
 from shardwright.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE = (1, 2)
+"""Version 1 has hashes of whole files only."""
 PARTIAL, REPLACED = ".partial", ".replaced"
 _NAME = re.compile(r"step-(\d+)(\.partial|\.replaced)?")
 
 
+HashedRun = tuple[Run, str]
+"""Bytes of one file and their SHA-256 (hexadecimal)."""
+
+
 @dataclass(frozen=True)
 class FileEntry:
-    """Size in bytes and SHA-256 (hexadecimal) of one file."""
+    """Size in bytes of one file, and the SHA-256 of each of its parts, which together are all of it."""
 
     size: int
-    sha256: str
+    hashes: tuple[HashedRun, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        runs = [[run.offset, run.size, run.stride, run.count, digest] for run, digest in self.hashes]
+        return {"size": self.size, "ranges": runs}
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> FileEntry:
+        size = int(entry["size"])
+        if "ranges" not in entry:
+            return cls(size, ((Run(0, size, size, 1), str(entry["sha256"])),))
+        found = []
+        for offset, length, stride, count, digest in entry["ranges"]:
+            run = Run(int(offset), int(length), int(stride), int(count))
+            if min(run.offset, run.size, run.stride, run.count) < 0 or run.end > size:
+                raise ValueError(f"range {offset}, {length}, {stride}, {count} is outside of a file of {size} bytes")
+            found.append((run, str(digest)))
+        return cls(size, tuple(found))
 
 
 # -- one checkpoint --------------------------------------------------------------------------------
 
 
-def write_manifest(folder: Path) -> None:
-    """Flush every file of ``folder`` to the disk, then write its manifest and flush that; raises OSError."""
+def write_manifest(folder: Path, written: Mapping[str, FileEntry] | None = None) -> None:
+    """Write the manifest of ``folder`` when every file is on the disk; raises OSError.
+
+    ``written`` are files that others have flushed and hashed; all others are flushed and hashed here.
+    """
+    entries = dict(written or {})
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    entries = {name: _flush(path) for name, path in files.items()}
+    entries |= {name: _flush(path) for name, path in files.items() if name not in entries}
     for directory in {path.parent for path in files.values()} | {folder}:
         sync_directory(directory)
     content = {
         "format_version": FORMAT_VERSION,
-        "files": {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in entries.items()},
+        "files": {name: entry.to_json() for name, entry in sorted(entries.items())},
     }
-    write_text(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
+    write_text(folder / MANIFEST, json.dumps(content) + "\n")
     _flush(folder / MANIFEST)
     sync_directory(folder)
 
@@ -59,11 +91,11 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     try:
         content = json.loads(path.read_bytes())
         version = content["format_version"]
-        files = {name: FileEntry(int(entry["size"]), str(entry["sha256"])) for name, entry in content["files"].items()}
+        if version not in READABLE:
+            raise CheckpointError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}; update it")
+        files = {name: FileEntry.of(entry) for name, entry in content["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is torn ({type(error).__name__}: {error}); use another checkpoint") from None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}; update it")
     if outside := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
         raise CheckpointError(f"{path} names {outside[0]!r}, which is outside of the checkpoint")
     return files
@@ -84,11 +116,37 @@ def check_sizes(folder: Path, skip: Collection[str] = ()) -> dict[str, FileEntry
     return files
 
 
-def check_hashes(folder: Path, skip: Collection[str] = ()) -> None:
-    """`check_sizes`, and the content of every file."""
-    for name, entry in check_sizes(folder, skip).items():
-        if _sha256(folder / name) != entry.sha256:
-            raise CheckpointError(f"{folder / name} is corrupt (its SHA-256 differs); use another checkpoint")
+def check_hashes(folder: Path, skip: Collection[str] = (), share: tuple[int, int] = (0, 1)) -> None:
+    """`check_sizes`, and the content of every file, or share ``(rank, ranks)`` of it: about as many bytes for each rank.
+
+    Raises a `CheckpointError` that names the file and the bytes at fault.
+    """
+    for name, hashes in _share(check_sizes(folder, skip), *share):
+        path = folder / name
+        try:
+            content = map_file(path)
+            wrong = next((run for run, digest in hashes if hash_run(content, run) != digest), None)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}; use another checkpoint") from None
+        if wrong is not None:
+            raise CheckpointError(
+                f"{path} is corrupt (its SHA-256 differs in bytes {wrong.offset} to {wrong.end}); use another checkpoint"
+            )
+
+
+def _share(files: Mapping[str, FileEntry], rank: int, ranks: int) -> Iterator[tuple[str, list[HashedRun]]]:
+    """Those parts of every file whose middle byte, over all files in a row, is in the rank's share."""
+    total = max(1, sum(run.num_bytes for entry in files.values() for run, _ in entry.hashes))
+    before = 0
+    for name, entry in files.items():
+        mine = []
+        for run, digest in entry.hashes:
+            middle = before + run.num_bytes // 2
+            before += run.num_bytes
+            if min(middle * ranks // total, ranks - 1) == rank:
+                mine.append((run, digest))
+        if mine:
+            yield name, mine
 
 
 def is_complete(folder: Path) -> bool:
@@ -121,12 +179,17 @@ def leftovers(root: Path) -> list[Path]:
     return _folders(root, PARTIAL) + [path for path in _folders(root, REPLACED) if step_of(path) in finished]
 
 
-def latest_checkpoint(root: Path | str, warn: Callable[[str], None]) -> Path | None:
-    """The complete checkpoint of the highest step, or None. Incomplete ones are passed over with a warning."""
+def latest_checkpoint(
+    root: Path | str, warn: Callable[[str], None], skip: Collection[Path] = ()
+) -> Path | None:
+    """The complete checkpoint of the highest step, or None, but those of ``skip``. Incomplete ones are passed over with a
+    warning (not again where some are skipped)."""
     root = Path(root)
-    for path in _folders(root, PARTIAL):
+    for path in _folders(root, PARTIAL) if not skip else ():
         warn(f"{path} is skipped: its save was interrupted")
     for path in reversed(named_steps(root).values()):
+        if path in skip:
+            continue
         try:
             check_sizes(path)
         except CheckpointError as error:
@@ -173,6 +236,41 @@ def _folders(root: Path, ending: str) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+# -- one more, one less ----------------------------------------------------------------------------
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Rename; at each moment the old or the new checkpoint of this step has a name that is looked for."""
+    replaced = final.with_name(f"{final.name}{REPLACED}")
+    if final.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        final.rename(replaced)
+    partial.rename(final)
+    sync_directory(final.parent)
+    if replaced.exists():
+        _remove(replaced)
+
+
+def rotate(root: Path, written: int, keep_last: int, keep_every: int = 0) -> None:
+    """Remove older checkpoints, by number, but the last ``keep_last`` (the new one counts) and those of every
+    ``keep_every`` steps; neither the one just written, nor a higher one, nor a torn one (which is left for somebody to
+    look at)."""
+    older = [path for step, path in named_steps(root).items() if step < written and is_complete(path)]
+    for path in older[: max(0, len(older) - (keep_last - 1))]:
+        if not keep_every or step_of(path) % keep_every:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Take the name away first, so that an interrupted removal leaves no torn checkpoint. What cannot be removed now
+    (a file held open on a network disk, say) is tried again at the next save."""
+    aside = path.with_name(f"step-{step_of(path)}{PARTIAL}")
+    with suppress(OSError):
+        path.rename(aside)
+        shutil.rmtree(aside)
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
@@ -190,12 +288,5 @@ def _flush(path: Path) -> FileEntry:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
-        return FileEntry(os.fstat(file.fileno()).st_size, digest)
-
-
-def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}; use another checkpoint") from None
+        size = os.fstat(file.fileno()).st_size
+        return FileEntry(size, ((Run(0, size, size, 1), digest),))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.base import Comm, ReduceOp, Work
+from shardwright.comm.flight import FlightRecorder
 from shardwright.core.dispatch import DispatchPlan
 from shardwright.core.ledger import Ledger, LedgerEntry, ring_bytes
 
@@ -25,6 +26,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.ledger = Ledger()
+        self.flight: FlightRecorder | None = None
+        """Where every verb is written too, if anywhere."""
         self._phase = "setup"
         self._transports: dict[str, Comm] = {}
         self._seen: dict[str, int] = {}
@@ -78,17 +81,27 @@ class Recorder:
         if self._phase == "F":
             self.ledger.dispatches.setdefault(layer, []).append(plan)
 
+    def begin(self, verb: str, axis: str, tensor: str, num_bytes: int, peer: int = -1) -> int:
+        """A verb begins; its count in the flight record."""
+        return self.flight.begin(axis, verb, tensor, self._phase, num_bytes, peer) if self.flight is not None else 0
+
     def book(self, verb: str, axis: str, tensor: str, num_bytes: int) -> LedgerEntry:
         return self.ledger.add(self._phase, verb, axis, tensor, num_bytes)
 
 
 class _RecordedWork(Work):
-    def __init__(self, work: Work, entry: LedgerEntry) -> None:
-        self._work, self._entry, self._start = work, entry, time.perf_counter()
+    def __init__(self, work: Work, entry: LedgerEntry, recorder: Recorder, count: int) -> None:
+        self._work, self._entry, self._recorder, self._count = work, entry, recorder, count
+        self._start = time.perf_counter()
 
     def wait(self) -> None:
         before = time.perf_counter()
+        flight = self._recorder.flight
+        if flight is not None:
+            flight.wait(self._count)
         self._work.wait()
+        if flight is not None:  # not after an error: the record shows what was not done
+            flight.end(self._count)
         now = time.perf_counter()
         self._entry.exposed_seconds += now - before
         self._entry.seconds += now - self._start
@@ -109,16 +122,14 @@ class RecordComm(Comm):
         self.axis, self.rank, self.ranks = inner.axis, inner.rank, inner.ranks
 
     def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        entry = self._book("all_reduce", name, tensor)
-        return _RecordedWork(self.inner.all_reduce_start(tensor, op, name=name), entry)
+        return self._start("all_reduce", name, tensor, lambda: self.inner.all_reduce_start(tensor, op, name=name))
 
     def reduce_scatter_start(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        entry = self._book("reduce_scatter", name, tensor)
-        return _RecordedWork(self.inner.reduce_scatter_start(output, tensor, op, name=name), entry)
+        inner = self.inner
+        return self._start("reduce_scatter", name, tensor, lambda: inner.reduce_scatter_start(output, tensor, op, name=name))
 
     def all_gather_start(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        entry = self._book("all_gather", name, output)
-        return _RecordedWork(self.inner.all_gather_start(output, tensor, name=name), entry)
+        return self._start("all_gather", name, output, lambda: self.inner.all_gather_start(output, tensor, name=name))
 
     def all_to_all_start(
         self, output: Tensor, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
@@ -126,24 +137,27 @@ class RecordComm(Comm):
         row_bytes = tensor[:1].numel() * tensor.element_size() if tensor.shape[0] else 0
         sent = (sum(send_sizes) - send_sizes[self.rank]) * row_bytes
         entry = self.recorder.book("all_to_all", self.axis, name, sent)
-        return _RecordedWork(self.inner.all_to_all_start(output, tensor, send_sizes, receive_sizes, name=name), entry)
+        count = self.recorder.begin("all_to_all", self.axis, name, 0)  # ranks may send different amounts
+        work = self.inner.all_to_all_start(output, tensor, send_sizes, receive_sizes, name=name)
+        return _RecordedWork(work, entry, self.recorder, count)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, name: str) -> Tensor:
         entry = self._book("broadcast", name, tensor)
-        return self._timed(entry, lambda: self.inner.broadcast(tensor, root, name=name))
+        return self._timed(entry, lambda: self.inner.broadcast(tensor, root, name=name), tensor.nbytes)
 
     def send(self, tensor: Tensor, to: int, *, name: str) -> Work:
-        return _RecordedWork(self.inner.send(tensor, to, name=name), self._book("send", name, tensor))
+        return self._start("send", name, tensor, lambda: self.inner.send(tensor, to, name=name), self.ranks[to])
 
     def receive(self, output: Tensor, source: int, *, name: str) -> Work:
-        return _RecordedWork(self.inner.receive(output, source, name=name), self._book("recv", name, output))
+        peer = self.ranks[source]
+        return self._start("recv", name, output, lambda: self.inner.receive(output, source, name=name), peer)
 
     def barrier(self, *, name: str = "barrier") -> None:
         entry = self.recorder.book("barrier", self.axis, name, 0)
-        self._timed(entry, lambda: self.inner.barrier(name=name))
+        self._timed(entry, lambda: self.inner.barrier(name=name), 0)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return self.inner.gather_objects(value)
+        return self._stand("gather_objects", "objects", lambda: self.inner.gather_objects(value), 0)
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.inner.empty(size, dtype, device)
@@ -156,10 +170,25 @@ class RecordComm(Comm):
         sent = ring_bytes(verb, full.numel(), full.element_size(), self.size)
         return self.recorder.book(verb, self.axis, name, sent)
 
-    def _timed(self, entry: LedgerEntry, call: Callable[[], _T]) -> _T:
+    def _start(self, verb: str, name: str, full: Tensor, call: Callable[[], Work], peer: int = -1) -> Work:
+        entry = self._book(verb, name, full)
+        count = self.recorder.begin(verb, self.axis, name, full.nbytes, peer)
+        return _RecordedWork(call(), entry, self.recorder, count)
+
+    def _timed(self, entry: LedgerEntry, call: Callable[[], _T], num_bytes: int) -> _T:
         start = time.perf_counter()
-        result = call()
+        result = self._stand(entry.verb, entry.tensor, call, num_bytes)
         seconds = time.perf_counter() - start
         entry.seconds += seconds
         entry.exposed_seconds += seconds
+        return result
+
+    def _stand(self, verb: str, name: str, call: Callable[[], _T], num_bytes: int) -> _T:
+        """A verb that the caller stands still for."""
+        count, flight = self.recorder.begin(verb, self.axis, name, num_bytes), self.recorder.flight
+        if flight is not None:
+            flight.wait(count)
+        result = call()
+        if flight is not None:
+            flight.end(count)
         return result

@@ -162,6 +162,15 @@ class Layout:
         return self.sp == "on" or (self.sp == "auto" and self.tp > 1)
 
     @property
+    def token_multiple(self) -> int:
+        """What the tokens of a micro-batch are padded to a multiple of: two chunks for each rank of cp, whole rows for tp."""
+        return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
+
+    def local_tokens(self, seq_len: int) -> int:
+        """Tokens of a micro-batch on one rank of cp, padding included."""
+        return -(-self.micro_batch * seq_len // self.token_multiple) * self.token_multiple // self.cp
+
+    @property
     def num_stages(self) -> int:
         """Pipeline stages: ``virtual`` chunks on each pipeline rank, two in V-shaped schedules."""
         if self.pp > 1 and self.schedule in V_SHAPED:
@@ -245,6 +254,8 @@ class Layout:
                 f"pp*virtual={self.num_stages} stages need as many layers, the model has {model.num_layers}; "
                 f"use at most pp={model.num_layers}"
             )
+        if self.cp > 1 and self.cp_kind == "ulysses":
+            self._check_heads(model.num_heads // self.tp, max(kv // self.tp, 1))
         if self.ep > 1 and model.moe is None:
             raise LayoutError(f"ep={self.ep} needs a model with experts; {model.name} has none: leave ep out")
         if model.moe is not None and model.moe.num_experts % self.ep:
@@ -254,6 +265,20 @@ class Layout:
             )
         if model.moe is not None and self.tp > 1 and not self.sequence_parallel:
             raise LayoutError("experts with tp > 1 need sequence parallelism; leave sp out or set sp=on")
+
+    def _check_heads(self, heads: int, kv_heads: int) -> None:
+        """Ulysses cuts the heads that a rank of tp has once more."""
+        if heads % self.cp:
+            raise LayoutError(
+                f"cp={self.cp} with cp_kind=ulysses must divide the {heads} attention heads of a rank; "
+                f"use cp={_divisors(heads)}, or cp_kind=ring"
+            )
+        if kv_heads % self.cp and self.cp % kv_heads:
+            good = [cp for cp in _divisor_list(heads) if kv_heads % cp == 0 or cp % kv_heads == 0]
+            raise LayoutError(
+                f"cp={self.cp} with cp_kind=ulysses and the {kv_heads} KV heads of a rank must divide one another; "
+                f"use cp={_either(good)}, or cp_kind=ring"
+            )
 
 
 def layout_values(text: str) -> dict[str, str]:

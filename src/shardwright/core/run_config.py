@@ -115,8 +115,16 @@ class TrainConfig(Section):
     save_every: int = Field(default=0, ge=0)
     """Save a checkpoint every so many steps (0: only at the end)."""
     keep_last: int = Field(default=2, ge=1)
+    keep_every: int = Field(default=0, ge=0)
+    """Keep the checkpoints of steps that this divides, however old (0: none)."""
+    async_save: bool = True
+    """Write checkpoints in the background; the last one of a run is waited for."""
+    shard_gb: float = Field(default=5.0, gt=0)
+    """Largest file of a checkpoint, in 10^9 bytes."""
     compile: bool = False
     """torch.compile each block."""
+    attention: Literal["fused", "scores"] = "fused"
+    """``scores`` makes the scores as tensors and drops of their softmax, as GPT-2 was trained: slow and large, to compare."""
     loss_chunk: int = Field(default=0, ge=0)
     """Tokens whose logits the head makes at a time; backward makes them again. 0 keeps all of a micro-batch's logits."""
     freeze: tuple[str, ...] = ()

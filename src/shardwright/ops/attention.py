@@ -8,12 +8,15 @@ S length of a segment, B segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from shardwright.ops.kernels import keep_mask
 
 
 class Attend(Protocol):
@@ -57,6 +60,67 @@ class CausalAttend:
         sizes = [length * count for length, count in self._runs]
         pieces = zip(q.split(sizes), k.split(sizes), v.split(sizes), self._runs, strict=True)
         return torch.cat([_batched(a, b, c, length, True, window) for a, b, c, (length, _) in pieces])
+
+
+@dataclass(frozen=True)
+class ScoreDropout:
+    """Dropout of attention probabilities by counter: of (layer's key, query token, head, key's place in the segment).
+
+    ``token_index`` (T,) int64 are the tokens' places in the data, ``keys`` one number for each layer, ``first_head`` the
+    number of this rank's first query head.
+    """
+
+    rate: float
+    token_index: Tensor
+    keys: Sequence[int]
+    first_head: int = 0
+
+    def __call__(self, probabilities: Tensor, first_token: int, layer: int) -> Tensor:
+        """(B, N, S, S) of B segments from ``first_token`` on -> the same with zeros, the rest scaled by 1/(1-rate)."""
+        batch, heads, length, _ = probabilities.shape
+        tokens = self.token_index[first_token : first_token + batch * length].view(batch, 1, length, 1)
+        numbers = torch.arange(self.first_head, self.first_head + heads, device=tokens.device)
+        features = (numbers << 32).view(heads, 1, 1) + torch.arange(length, device=tokens.device)
+        return probabilities * keep_mask(self.rate, tokens, features, self.keys[layer]) / (1.0 - self.rate)
+
+
+class ScoresAttend:
+    """As `CausalAttend`, with the scores as tensors of N x S x S and dropout on their softmax: attention as GPT-2 and the
+    Megatron-LM of its time computed it. For comparisons: softmax, mask and dropped probabilities are kept for backward.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], windows: Sequence[int | None] = (), dropout: ScoreDropout | None = None
+    ) -> None:
+        self.lengths, self._windows, self._dropout = tuple(lengths), tuple(windows), dropout
+        self._runs = [(length, len(list(same))) for length, same in groupby(self.lengths)]
+
+    def heads(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) if x.shape[1] < q.shape[1] else x for x in (k, v))
+        outputs, first = [], 0
+        for length, count in self._runs:
+            part = slice(first, first + length * count)
+            outputs.append(self._run(q[part], k[part], v[part], length, first, layer))
+            first = part.stop
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, length: int, first_token: int, layer: int) -> Tensor:
+        """Segments of one length: (B*S, N, H) -> (B*S, N, H)."""
+        num_heads, size = q.shape[1:]
+        queries, keys, values = (
+            x.reshape(-1, length, num_heads, size).transpose(1, 2).reshape(-1, length, size) for x in (q, k, v)
+        )
+        index = torch.arange(length, device=q.device)
+        distance = index.unsqueeze(1) - index
+        window = self._windows[layer] if self._windows else None
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        mask = torch.zeros(length, length, dtype=q.dtype, device=q.device).masked_fill_(~seen, -torch.inf)
+        scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=size**-0.5)
+        probabilities = scores.softmax(-1).view(-1, num_heads, length, length)
+        if self._dropout is not None:
+            probabilities = self._dropout(probabilities, first_token, layer)
+        out = torch.bmm(probabilities.view(-1, length, length), values)
+        return out.view(-1, num_heads, length, size).transpose(1, 2).reshape(q.shape)
 
 
 class CachedAttend:

@@ -19,10 +19,10 @@ from shardwright.ops.routing import RowGroups
 
 
 def has_grouped_gemm(rows: Tensor, weight: Tensor) -> bool:
-    """Whether one kernel can do all experts: bf16 on CUDA from compute capability 9.0, sizes of whole 16-byte words."""
+    """Whether one kernel can do all experts: bf16 on CUDA from compute capability 8.0, sizes of whole 16-byte words."""
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return False
-    return torch.cuda.get_device_capability(rows.device)[0] >= 9 and all(size % 8 == 0 for size in weight.shape[1:])
+    return torch.cuda.get_device_capability(rows.device)[0] >= 8 and all(size % 8 == 0 for size in weight.shape[1:])
 
 
 def _product(rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:

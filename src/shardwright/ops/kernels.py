@@ -60,10 +60,13 @@ def dropout(x: Tensor, rate: float, token_index: Tensor, key: int, first_feature
     if rate == 0.0:
         return x
     features = torch.arange(first_feature, first_feature + x.shape[1], device=x.device)
-    rows = _mixed(token_index + key)
-    bits = _mixed(rows.unsqueeze(1) + features * 0x632BE59BD9B4E019) & ((1 << 53) - 1)
-    keep = bits >= int(rate * (1 << 53))
-    return x * keep / (1.0 - rate)
+    return x * keep_mask(rate, token_index.unsqueeze(1), features, key) / (1.0 - rate)
+
+
+def keep_mask(rate: float, tokens: Tensor, features: Tensor, key: int) -> Tensor:
+    """True with probability 1 - ``rate``, from (key, token, feature) alone; int64 shapes that broadcast."""
+    bits = _mixed(_mixed(tokens + key) + features * 0x632BE59BD9B4E019) & ((1 << 53) - 1)
+    return bits >= int(rate * (1 << 53))
 
 
 def jitter(x: Tensor, width: float, token_index: Tensor, key: int) -> Tensor:

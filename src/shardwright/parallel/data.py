@@ -42,7 +42,7 @@ MOST_IN_FLIGHT = 2
 """Temporary gradient buffers that may be on their way at once; before one more is sent, the first is waited for."""
 
 
-def _fingerprint(tensor: Tensor) -> int:
+def fingerprint(tensor: Tensor) -> int:
     """A number that tells tensors apart which differ in any bit or in the order of their elements."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.reshape(-1).view(whole).long()
@@ -330,7 +330,7 @@ class GradientBuckets:
         expert = {
             member.name for bucket in self.buckets if bucket.plan.shard_over == "edp_shard" for member in bucket.plan.members
         }
-        prints = {name: _fingerprint(view) for name, view in self.named("parameters").items()}
+        prints = {name: fingerprint(view) for name, view in self.named("parameters").items()}
         for comm, experts in ((self.mesh.dp_cp, False), (self.mesh.edp, True)):
             if comm.size > 1:
                 chosen = {name: value for name, value in prints.items() if (name in expert) == experts}
@@ -339,8 +339,8 @@ class GradientBuckets:
     def _compare_replicas(self, comm: Comm, every: Sequence[Mapping[str, int]]) -> None:
         """``every``: the fingerprints of each rank of ``comm`` by parameter."""
         for rank, other in enumerate(every):
-            for name, fingerprint in every[0].items():
-                if other.get(name) != fingerprint:
+            for name, bits in every[0].items():
+                if other.get(name) != bits:
                     raise ConfigError(
                         f"parameter {name} differs between rank {comm.ranks[0]} and rank {comm.ranks[rank]} before the "
                         "first step; start all ranks from the same seed and the same checkpoint"

@@ -163,11 +163,12 @@ class FlatParameters:
         return dict(self.views(self.parameters if self.zero < 3 else self.gathered(self.own_parts)))
 
     def fill(self, parts: Sequence[Tensor], write: Callable[[str, Tensor], None]) -> None:
-        """``write(name, view)`` gives every member's value; ``parts`` (this rank's part of a state) get their own of them."""
+        """``write(name, view)`` gives the value of every member that ``parts``, this rank's part of a state, cut."""
         in_place = self.zero == 0 and len(parts) == 1
         whole = parts[0] if in_place else parts[0].new_zeros(self.num_elements)
-        for name, view in self.views(whole):
-            write(name, view)
+        for (name, view), offset in zip(self.views(whole), self.plan.offsets, strict=True):
+            if self.zero == 0 or (offset < self.own.stop and offset + view.numel() > self.own.start):
+                write(name, view)
         if not in_place:
             for part, values in zip(parts, whole[self.own].split([part.numel() for part in parts]), strict=True):
                 part.copy_(values)

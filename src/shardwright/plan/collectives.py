@@ -60,11 +60,11 @@ def predict_step(
 ) -> Ledger:
     """Bytes that ``rank`` sends in one optimizer step of micro-batches of ``layout.micro_batch`` x ``seq_len`` tokens.
 
-    DDP (Li et al. 2020, section 3): 2 (N-1)/N of each bucket's bytes, once a step whatever the accumulation. Tensor
-    parallelism: per micro-batch and layer, see :func:`tensor_parallel_traffic`. Pipeline: T x D per micro-batch and
-    boundary, each way. Sharded data parallelism: :func:`bucket_traffic`. Experts: `plan.dispatch`, by the routing that was
-    taken (``dispatches``: this rank's plans of the step) or an even one. And the small messages that make every rank agree
-    on the token count, the norm and the loss.
+    DDP (Li et al. 2020, section 3): 2 (N-1)/N of each bucket's bytes, once a step whatever the accumulation. Tensor and
+    context parallelism: per micro-batch and layer, see :func:`tensor_parallel_traffic` and :func:`context_traffic`. Pipeline:
+    T x D per micro-batch and boundary, each way. Sharded data parallelism: :func:`bucket_traffic`. Experts: `plan.dispatch`,
+    by the routing that was taken (``dispatches``: this rank's plans of the step) or an even one. And the small messages that
+    make every rank agree on the token count, the norm and the loss.
     """
     ledger = Ledger()
     wide = 8 if layout.precision == "fp64" else 4
@@ -74,10 +74,12 @@ def predict_step(
         ledger.add("data", "all_reduce", "world", "tokens", sent)
     if layout.tp > 1:
         tensor_parallel_traffic(ledger, model, layout, seq_len, frozen, units)
+    if layout.cp > 1:
+        context_traffic(ledger, model, layout, seq_len, units)
     if layout.pp > 1:
         pipeline_traffic(ledger, model, layout, seq_len, rank)
     if model.moe is not None:
-        tokens = _tokens(layout, seq_len) // layout.tp
+        tokens = layout.local_tokens(seq_len) // layout.tp
         router_traffic(ledger, model, layout, router or RouterConfig(), tokens, units)
         if layout.ep > 1:
             plans = even_dispatches(model, layout, tokens, units, rank) if dispatches is None else dispatches
@@ -186,7 +188,7 @@ def pipeline_traffic(ledger: Ledger, model: ModelConfig, layout: Layout, seq_len
     """Add one step's sends and receives of ``rank`` over pp: activations forward, their gradients backward."""
     schedule = make_schedule(layout)
     place, last = schedule.placement, schedule.num_stages - 1
-    tokens = _tokens(layout, seq_len)
+    tokens = layout.local_tokens(seq_len)
     rows = tokens // layout.tp if layout.sequence_parallel else tokens
     sent, count = rows * model.dim * ACTIVATION_BYTES[layout.precision], layout.microbatches
     for stage in schedule.stages_of(layout.grid.coordinates(rank)["pp"]):
@@ -196,12 +198,6 @@ def pipeline_traffic(ledger: Ledger, model: ModelConfig, layout: Layout, seq_len
         if stage > 0 and place[stage - 1] != place[stage]:
             ledger.add("F", "recv", "pp", f"activations.{stage - 1}", 0, count=count)
             ledger.add("B", "send", "pp", f"activation_gradients.{stage}", sent * count, count=count)
-
-
-def _tokens(layout: Layout, seq_len: int) -> int:
-    """Tokens of a micro-batch, padded as sequence parallelism needs."""
-    tokens = layout.micro_batch * seq_len
-    return tokens + (-tokens % layout.tp if layout.sequence_parallel else 0)
 
 
 def _reductions(layout: Layout, axes: Sequence[str]) -> list[tuple[str, int]]:
@@ -243,7 +239,7 @@ def tensor_parallel_traffic(
     weights are not gathered again, nor is the gradient of a frozen embedding.
     """
     sequence, tp = layout.sequence_parallel, layout.tp
-    tokens = _tokens(layout, seq_len)
+    tokens = layout.local_tokens(seq_len)
     held = unit_names(model) if units is None else tuple(units)
     value = ACTIVATION_BYTES[layout.precision]
     wide = 8 if layout.precision == "fp64" else 4
@@ -280,6 +276,39 @@ def tensor_parallel_traffic(
         add("B", "all_gather", "embedding", whole, value)
     if "head" in held:
         add("B", "reduce_scatter" if sequence else "all_reduce", "head gradient", whole, value)
+
+
+def context_traffic(ledger: Ledger, model: ModelConfig, layout: Layout, seq_len: int, units: Sequence[str]) -> None:
+    """Add one step's traffic over cp of a rank with these ``units``: the table of `parallel.context`, for every micro-batch
+    and layer. Full recomputation repeats ulysses' exchanges; the other kinds keep what attention gave.
+    """
+    c, tokens = layout.cp, layout.local_tokens(seq_len)
+    value, wide = ACTIVATION_BYTES[layout.precision], 8 if layout.precision == "fp64" else 4
+    times = layout.microbatches * sum(unit.startswith("blocks.") for unit in units)
+    heads, kv_heads = model.num_heads // layout.tp, max(model.num_kv_heads // layout.tp, 1)
+    width = model.head_dim
+    if model.mla is not None:  # latents are taken apart before attention, all heads to one width
+        kv_heads, width = heads, max(width, model.mla.v_head_dim)
+    block = 2 * tokens * kv_heads * width  # elements of the keys and values of one rank's tokens
+
+    def add(phase: str, verb: str, tensor: str, num_bytes: int, count: int = 1) -> None:
+        if times:
+            ledger.add(phase, verb, "cp", tensor, num_bytes * count * times, count=count * times)
+
+    if layout.cp_kind == "ulysses":
+        others = (c - 1) * tokens * width * value  # of one head of each rank
+        for phase in ("F", "recompute", "B") if layout.recompute == "full" else ("F", "B"):
+            add(phase, "all_to_all", "heads in", others * ((heads + 2 * max(kv_heads, c)) // c))
+            add(phase, "all_to_all", "heads out", others * (heads // c))
+    elif layout.cp_kind == "allgather":
+        for phase in ("F", "B"):
+            add(phase, "all_gather", "kv", ring_bytes("all_gather", c * block, value, c))
+        add("B", "reduce_scatter", "kv gradient", ring_bytes("reduce_scatter", c * block, wide, c))
+    else:
+        hops = [("F", "kv", c - 1, value), ("B", "kv", c - 1, value), ("B", "kv gradient", c, wide)]
+        for phase, tensor, count, width in hops:
+            add(phase, "send", tensor, block * width, count)
+            add(phase, "recv", tensor, 0, count)
 
 
 def _num_trained(model: ModelConfig, part: str, frozen: Sequence[str], held: Sequence[str]) -> int:

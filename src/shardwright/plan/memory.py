@@ -237,6 +237,10 @@ class MemoryModel:
         if layout.recompute == "full" and units.layers:  # never at the same time as the logits
             layer = max(layer_activation_bytes(model, kind, shape, precision, self.stack) for kind, _ in units.layers)
             found["one layer recomputed"] = max(0.0, layer - logits)
+            if layout.cp > 1 and layout.cp_kind != "ulysses" and model.mla is None:  # so that the ring runs once
+                width = size * model.head_dim + (8 if precision == "fp64" else 4)
+                each = shape.tokens * model.num_heads / layout.tp * width
+                found["attention outputs"] = each * sum(count for _, count in units.layers) * flying
         hidden = size * shape.tokens * model.dim / shape.split
         if units.embedding and model.dropout > 0:
             found["embedding"] = shape.tokens * model.dim / shape.split * flying
@@ -254,8 +258,7 @@ class MemoryModel:
         if shape.split > 1:
             found["gathered tokens"] = 2 * size * tokens * model.dim
         if layout.cp > 1 and model.mla is None:
-            block = 2 * size * tokens * max(model.num_kv_heads / layout.tp, 1) * model.head_dim
-            found["key and value blocks"] = block * (layout.cp if layout.cp_kind == "allgather" else 2)
+            found["key and value blocks"] = self._blocks(layout, tokens, size)
         if layout.num_stages > 1:
             found["stage boundaries"] = 4 * size * tokens * model.dim / shape.split
         return found
@@ -292,3 +295,18 @@ class MemoryModel:
         )
         found["gradient buffers"] = max(0.0, grad * peak - found.get("shards from the host", 0.0))
         return found
+
+    def _blocks(self, layout: Layout, tokens: float, size: int) -> float:
+        """Beside what one layer's attention saves, at the peak of its backward: keys and values of other ranks, and wide sums.
+
+        Ring: two blocks on their way, three of their gradients, the queries' gradient. Gathered: c blocks, c gradients and
+        their sum. Ulysses: what is exchanged, packed and unpacked.
+        """
+        model, wide = self.model, 8 if layout.precision == "fp64" else 4
+        heads, kv_heads = model.num_heads / layout.tp, max(model.num_kv_heads / layout.tp, 1)
+        block, queries = 2 * tokens * kv_heads * model.head_dim, tokens * heads * model.head_dim
+        if layout.cp_kind == "ulysses":
+            return 2 * size * (queries + 2 * tokens * max(kv_heads, layout.cp) * model.head_dim)
+        if layout.cp_kind == "allgather":
+            return block * (size * layout.cp + wide * (layout.cp + 1)) + wide * queries
+        return block * (size * min(2, layout.cp - 1) + 3 * wide) + wide * queries

@@ -99,7 +99,8 @@ class Traffic:
         """One layer and one micro-batch, the repeated forward of full recomputation included (phase ``recompute``)."""
         found = [*self._tensor(kind), *self._context(cost), *self._expert(kind)]
         if self.layout.recompute == "full":
-            found += [replace(message, phase="recompute") for message in found if message.phase == "F"]
+            again = [m for m in found if m.phase == "F" and (m.axis != "cp" or self.layout.cp_kind == "ulysses")]
+            found += [replace(message, phase="recompute") for message in again]  # other kinds of cp keep attention's output
         return found
 
     def _tensor(self, kind: LayerKind) -> Iterator[Message]:
@@ -138,17 +139,20 @@ class Traffic:
         if c == 1:
             return
         block = self.kv_block_elements()
+        wide = 8 if self.layout.precision == "fp64" else ACCUMULATION_BYTES
         if self.layout.cp_kind == "ring":
             beside = cost.attention_forward / c  # one block's compute hides one block's transfer
             yield self._ring("F", "kv", block * self.size, c - 1, beside)
             yield self._ring("B", "kv", block * self.size, c - 1, 2.5 * beside)
-            yield self._ring("B", "kv.gradient", block * ACCUMULATION_BYTES, c, 2.5 * beside)
+            yield self._ring("B", "kv.gradient", block * wide, c, 2.5 * beside)
         elif self.layout.cp_kind == "allgather":
             yield self._collective("F", "all_gather", "cp", "kv", block * c, self.size)
             yield self._collective("B", "all_gather", "cp", "kv", block * c, self.size)
-            yield self._collective("B", "reduce_scatter", "cp", "kv.gradient", block * c, ACCUMULATION_BYTES)
-        else:
+            yield self._collective("B", "reduce_scatter", "cp", "kv.gradient", block * c, wide)
+        else:  # a KV head goes to as many ranks as share it
             heads = 2 * self.shape.tokens * self.model.num_heads / self.layout.tp * self.model.head_dim
+            kv_heads = max(self.model.num_kv_heads / self.layout.tp, 1)
+            block *= max(kv_heads, c) / kv_heads if self.model.mla is None else 1
             for phase in ("F", "B"):
                 yield self._collective(phase, "all_to_all", "cp", "heads", heads + block, self.size)
 

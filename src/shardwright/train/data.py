@@ -24,6 +24,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from shardwright.core.segments import Range
 from shardwright.errors import DataError
 from shardwright.train.indexed import IndexedDataset, idx_path
 from shardwright.train.text import answers_prefix, load_dataset_info
@@ -140,6 +141,10 @@ class MicroBatch:
             lengths=(*self.lengths, extra),
             padding=extra,
         )
+
+    def cut(self, ranges: Sequence[Range]) -> MicroBatch:
+        """The tokens in ``ranges`` (first, one past the last), one range after another; what is said of the whole stays."""
+        return self._map(lambda tensor: torch.cat([tensor[start:stop] for start, stop in ranges]))
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         return dataclasses.replace(

@@ -139,6 +139,8 @@ class _State:
             yield "", f"{format_seconds(record['step_seconds'])}/step", ""
         if record.get("mfu") is not None:
             yield "MFU", f"{record['mfu']:.1%}", ""
+        if record.get("attention_balance") is not None:
+            yield "cp balance", f"{record['attention_balance']:.2f}", ""
         if self.skipped:
             yield "skipped", f"{self.skipped:,}", "yellow"
 

@@ -54,11 +54,16 @@ def spread(counts: Sequence[int]) -> Spread:
     return Spread(max(counts) * num_experts / total, entropy, sum(count == 0 for count in counts))
 
 
-def balance_record(counts: Counts, dropped: Sequence[int], rerouted: Sequence[int]) -> dict[str, Any]:
-    """The keys of a `StepRecord` about experts: of the worst layer, or over all layers."""
+def balance_record(counts: Counts, dropped: Sequence[int], rerouted: Sequence[int], ep: int = 1) -> dict[str, Any]:
+    """The keys of a `StepRecord` about experts: of the worst layer, or over all layers; of ranks where ``ep`` > 1."""
     spreads = [spread(row) for row in counts]
     choices = max(sum(map(sum, counts)), 1)
-    return {
+    ranks = {}
+    if ep > 1:
+        local = len(counts[0]) // ep
+        loads = [[sum(row[first : first + local]) for first in range(0, len(row), local)] for row in counts]
+        ranks = {"expert_rank_max_over_mean": max(spread(load).max_over_mean for load in loads)}
+    return ranks | {
         "expert_max_over_mean": max(one.max_over_mean for one in spreads),
         "expert_entropy": min(one.entropy for one in spreads),
         "dead_experts": sum(one.dead for one in spreads),

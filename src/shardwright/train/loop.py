@@ -10,8 +10,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,32 +21,37 @@ import tomli_w
 import torch
 
 from shardwright.checkpoint.hf import hf_names
-from shardwright.checkpoint.io import CheckpointState, copy_weights, load_checkpoint, save_checkpoint
 from shardwright.checkpoint.manifest import check_fresh, check_sizes, latest_checkpoint, named_steps
 from shardwright.comm.base import Comm
-from shardwright.comm.mesh import Mesh
+from shardwright.comm.flight import FlightRecorder, hang_report
+from shardwright.comm.mesh import MESH_AXES, Mesh
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
-from shardwright.errors import CheckpointError, ConfigError
+from shardwright.errors import CheckpointError, ConfigError, RankError
 from shardwright.launch import RankEnv, device_for, init_process_group, launch, torchrun_env
 from shardwright.plan.collectives import predict_step
+from shardwright.train.checkpoints import RunCheckpoints
 from shardwright.train.data import Blend, EvalSampler, Prefetcher, TrainSampler, open_blend
 from shardwright.train.display import TrainDisplay
 from shardwright.train.experts import ExpertHistory, balance_record
 from shardwright.train.metrics import MetricsWriter, bits_per_byte, peak_memory_bytes
 from shardwright.train.peak import peak_flops
+from shardwright.train.placement import check_placement
 from shardwright.train.prepare import PreparedData, prepare_data
-from shardwright.train.state import full_tensors, local_tensors
 from shardwright.train.step import StepResult, Trainer, check_supported
 from shardwright.train.timeline import RankClock, pipeline_report, write_trace
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a command adds to a run's config. ``resume``: ``auto``, ``none`` or the path of a checkpoint."""
+    """What a command adds to a run's config. ``resume``: ``auto``, ``none`` or the path of a checkpoint.
+
+    ``check_replicas``: after each step, that ranks hold alike what they must (`placement`).
+    """
 
     resume: str = "none"
     profile: bool = False
+    check_replicas: bool = False
 
 
 def prepare_run(
@@ -156,7 +161,32 @@ def run_rank(env: RankEnv, config: RunConfig, data: PreparedData, options: RunOp
         mesh = Mesh.solo()
         mesh.layout = config.layout
     check_same_config(config, mesh.world)
-    return Run(env, config, data, options, mesh, device).go()
+    if env.world_size == 1:
+        return Run(env, config, data, options, mesh, device).go()
+    with flight_record(Path(config.train.run_dir) / "flight", mesh):
+        return Run(env, config, data, options, mesh, device).go()
+
+
+@contextmanager
+def flight_record(folder: Path, mesh: Mesh) -> Iterator[None]:
+    """Write every verb of ``mesh`` to ``folder`` inside. When a rank is lost or late, what the records of all ranks say is
+    added to the error, and written to ``report-RANK.txt``."""
+    try:
+        flight = FlightRecorder(folder, mesh.rank, {axis: mesh.axis(axis).ranks for axis in MESH_AXES})
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; give another train.run_dir") from error
+    mesh.recorder.flight = flight
+    try:
+        yield
+    except RankError as error:
+        report = "\n".join(hang_report(folder, mesh.world.size))
+        error.add_note(report)
+        with suppress(OSError):  # the error is raised in any case
+            (folder / f"report-{mesh.rank}.txt").write_text(f"{error}\n{report}\n", encoding="utf-8")
+        raise
+    finally:
+        mesh.recorder.flight = None
+        flight.close()
 
 
 def check_same_config(config: RunConfig, world: Comm) -> None:
@@ -198,12 +228,14 @@ class Run:
         self.run_dir = Path(config.train.run_dir)
         self.is_main = mesh.rank == 0
         self.trainer = Trainer(config, mesh, device)
-        self.trainer.executor.note = env.note
+        self.trainer.executor.note = self._at
         place = mesh.coordinates
-        self.clock = RankClock(mesh.rank, place["pp"], ", ".join(f"{axis} {place[axis]}" for axis in ("pp", "dp", "tp")))
+        self.clock = RankClock(mesh.rank, place["pp"], ", ".join(f"{axis} {place[axis]}" for axis in ("pp", "dp", "cp", "tp")))
         self.step, self.samples = 0, 0
-        self.checkpoint: Path | None = None
-        self._restore()
+        self.checkpoints = RunCheckpoints(config, self.trainer, data.tokenizer_folder, self._say)
+        restored = self.checkpoints.restore(options.resume)
+        if restored is not None:
+            self.step, self.samples = restored.step, restored.samples
         self.trainer.buckets.check_replicas()
         self.mesh.recorder.take()  # what setting up has sent is no part of the first step
         self.peak_flops = peak_flops(config, device)
@@ -221,11 +253,16 @@ class Run:
         self._listen_to_signals()
         sampler, stopped, losses = self._sampler(), False, []
         prefetch = Prefetcher(sampler.batches, self.step, config.data.prefetch, config.data.workers, self._pinned)
-        with prefetch, self._profiler() as profiler:
+        with self.checkpoints, prefetch, self._profiler() as profiler:
             while self.step < config.train.steps and not stopped:
                 start = time.perf_counter()
+                self.checkpoints.poll()
+                self._at(f"step {self.step}, the next batch")
                 batches, waited = prefetch.next()
+                self._at(f"step {self.step}")
                 result = self.trainer.step(batches, self.step)
+                if self.options.check_replicas:
+                    check_placement(self.trainer, batches, self.step)
                 seconds = time.perf_counter() - start
                 executor = self.trainer.executor
                 self.clock.add(executor.spans, executor.most_in_flight, trace=self.options.profile)
@@ -271,10 +308,15 @@ class Run:
             "skipped": result.skipped,
         }
         if result.balance is not None and self.experts is not None:
-            balance = result.balance
-            record["aux_loss"] = balance.aux_loss
-            record |= balance_record(balance.counts, balance.dropped, balance.rerouted)
+            balance, ep = result.balance, config.layout.ep
+            record |= {"aux_loss": balance.aux_loss, "busiest_rank_seconds": max(result.busy_seconds)}
+            record |= balance_record(balance.counts, balance.dropped, balance.rerouted, ep)
+            if ep > 1:
+                record["expert_bytes"] = sum(e.bytes for e in result.ledger.entries.values() if e.axis == "ep")
             self.experts.add(balance.counts)
+        if result.token_splits:
+            record["attention_balance"] = result.attention_balance
+            record["token_splits"] = list(result.token_splits)
         if evaluated and self.valid_loss is not None:
             record["valid_loss"] = self.valid_loss
             record["bits_per_byte"] = self._bits_per_byte()
@@ -289,7 +331,7 @@ class Run:
             "loss": losses[-1] if losses else None,
             "valid_loss": self.valid_loss,
             "bits_per_byte": self._bits_per_byte(),
-            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+            "checkpoint": None if self.checkpoints.last is None else str(self.checkpoints.last),
             "memory": memory,
             "peak_memory_bytes": peak_memory_bytes(self._cuda_peak()),
         }
@@ -355,93 +397,10 @@ class Run:
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
-    @property
-    def _root(self) -> Path:
-        return self.run_dir / "checkpoints"
-
-    def _restore(self) -> None:
-        """Continue from a checkpoint, or take initial weights, as asked."""
-        path = self._resume_path()
-        if path is None:
-            if self.config.train.init_from is not None:
-                self._load_weights(Path(self.config.train.init_from))
-            return
-        state = load_checkpoint(path, self.trainer.model.specs)
-        self._copy_weights(state.weights)
-        specs, mesh = self.trainer.model.specs, self.mesh
-        held = self.trainer.parameters.keys()
-        optimizer = {
-            kind: local_tensors({name: full for name, full in named.items() if name in held}, specs, mesh)
-            for kind, named in state.optimizer.items()
-        }
-        self.trainer.optimizer.load(optimizer, int(state.extra["optimizer_steps"]))
-        self.step, self.samples, self.checkpoint = state.step, state.samples, path
-        self._say(f"resumed from {path.name}: step {self.step}, {self.samples} samples read")
-
-    def _resume_path(self) -> Path | None:
-        resume = self.options.resume
-        if resume == "none":
-            return None
-        if resume == "auto":
-            return latest_checkpoint(self._root, self._say)
-        return Path(resume)
-
-    def _load_weights(self, folder: Path) -> None:
-        from shardwright.checkpoint.hf import load_hf  # only a run that starts from weights needs it
-
-        found, weights = load_hf(folder)
-        if found.model_copy(update={"name": self.config.model.name}) != self.config.model:
-            raise ConfigError(
-                f"train.init_from={folder} is another model than [model]; set model = {str(folder)!r} to take its shapes"
-            )
-        self._copy_weights(weights)
-
-    def _copy_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        trainer = self.trainer
-
-        def write(name: str, view: torch.Tensor) -> None:
-            copy_weights([(name, view)], trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
-
-        trainer.fill_parameters(write)  # masters in fp32 also where the parameters are not
-
     def _maybe_save(self, last: bool) -> None:
         every = self.config.train.save_every
-        if not (last or (every and self.step % every == 0)):
-            return
-        with self.mesh.recorder.phase("checkpoint"):
-            self.trainer.settle()
-            state = self._state()
-        if self.is_main:
-            save_checkpoint(
-                self._root,
-                state,
-                self.config.model,
-                tokenizer_folder=self.data.tokenizer_folder,
-                keep_last=self.config.train.keep_last,
-            )
-        self.checkpoint = self._root / f"step-{self.step}"
-        with self.mesh.recorder.phase("checkpoint"):
-            self.mesh.world.barrier(name="checkpoint saved")
-        self.mesh.recorder.take()
-
-    def _state(self) -> CheckpointState:
-        """Full logical tensors, the same on every rank of a tp group; every rank must call."""
-        trainer, specs, device = self.trainer, self.trainer.model.specs, self.trainer.device
-        frozen = tuple(self.config.train.freeze)
-        trained = [
-            name for name, spec in specs.items() if not spec.buffer and not (frozen and name.startswith(frozen))
-        ]
-        weights = trainer.named_parameters()
-        optimizer = trainer.optimizer.named_state()
-        return CheckpointState(
-            step=self.step,
-            samples=self.samples,
-            weights=full_tensors(weights, list(specs), specs, self.mesh, device),
-            optimizer={
-                kind: full_tensors(named, trained, specs, self.mesh, device) for kind, named in optimizer.items()
-            },
-            extra={"optimizer_steps": trainer.optimizer.step_count, "config": self.config.to_table()},
-        )
+        if last or (every and self.step % every == 0):
+            self.checkpoints.save(self.step, self.samples, last=last)
 
     # -- surroundings --------------------------------------------------------------------------------------
 
@@ -453,6 +412,12 @@ class Run:
         except OSError as error:
             raise ConfigError(f"train.run_dir={self.run_dir} cannot be written: {error.strerror}; give another") from error
         return writer
+
+    def _at(self, place: str) -> None:
+        """Leave what this rank is at where others find it: in memory, and in the flight record."""
+        self.env.note(place)
+        if self.mesh.recorder.flight is not None:
+            self.mesh.recorder.flight.at(place)
 
     def _say(self, text: str) -> None:
         """A line for the user, from one rank only."""

@@ -38,11 +38,15 @@ TENSORBOARD_TAGS: Mapping[str, str] = {
     "exposed_communication_seconds": "speed/exposed_communication_seconds",
     "exposed_tail_seconds": "speed/exposed_tail_seconds",
     "rank_skew_seconds": "speed/rank_skew_seconds",
+    "attention_balance": "speed/attention_balance",
     "peak_memory_bytes": "memory/peak_bytes",
     "aux_loss": "experts/aux_loss",
     "expert_max_over_mean": "experts/max_over_mean",
     "expert_entropy": "experts/entropy",
     "dead_experts": "experts/without_tokens",
+    "expert_rank_max_over_mean": "experts/rank_max_over_mean",
+    "expert_bytes": "experts/bytes_sent",
+    "busiest_rank_seconds": "experts/busiest_rank_seconds",
     "dropped_share": "experts/dropped_share",
     "rerouted_share": "experts/rerouted_share",
 }
@@ -78,6 +82,10 @@ class StepRecord(TypedDict):
     slowest_rank: NotRequired[int]
     exposed_tail_seconds: NotRequired[float]
     """Waited for gradient buckets after the last backward."""
+    attention_balance: NotRequired[float]
+    """With context parallelism: attention work of the busiest rank over the mean, 1 is even."""
+    token_splits: NotRequired[list[str]]
+    """With context parallelism: how each micro-batch's tokens were split (contiguous, zigzag, by work, heads)."""
     skipped: NotRequired[bool]
     """The update was not applied (gradients were not finite)."""
     aux_loss: NotRequired[float]
@@ -88,6 +96,12 @@ class StepRecord(TypedDict):
     """Entropy of the choices of experts over that of even choices, in the worst layer: 1 is even."""
     dead_experts: NotRequired[int]
     """Experts without a token in this step, over all layers."""
+    expert_rank_max_over_mean: NotRequired[float]
+    """The same of the rank of ``ep`` whose experts have the most tokens: it sets the pace."""
+    expert_bytes: NotRequired[int]
+    """What rank 0 sent over the links of ``ep`` in this step, forward and backward."""
+    busiest_rank_seconds: NotRequired[float]
+    """Seconds of own work of the rank that worked the longest."""
     dropped_share: NotRequired[float]
     """Choices that found no room in their expert, over all choices; they were left out."""
     rerouted_share: NotRequired[float]

@@ -122,7 +122,7 @@ class FlatOptimizer:
         named = {
             kind: {
                 name: view
-                for bucket, parts in self._by_bucket(flats)
+                for bucket, parts in self.by_bucket(flats)
                 for name, view in bucket.views(bucket.gathered(parts))
             }
             for kind, flats in self.state.items()
@@ -131,7 +131,7 @@ class FlatOptimizer:
             named["master"] = {name: view for bucket in self.buckets for name, view in bucket.named("master").items()}
         return named
 
-    def _by_bucket(self, flats: Sequence[Tensor]) -> Iterator[tuple[Bucket, list[Tensor]]]:
+    def by_bucket(self, flats: Sequence[Tensor]) -> Iterator[tuple[Bucket, list[Tensor]]]:
         """Each bucket and what ``flats``, one for each piece, has of it."""
         rest = iter(flats)
         for bucket in self.buckets:
@@ -160,7 +160,7 @@ class FlatOptimizer:
             def write(name: str, view: Tensor, given: dict[str, Tensor] = state[kind]) -> None:
                 view.copy_(given[name])
 
-            for bucket, parts in self._by_bucket(flats):
+            for bucket, parts in self.by_bucket(flats):
                 bucket.fill(parts, write)
         self.step_count = step_count
 

@@ -296,6 +296,10 @@ def _expert_lines(records: Sequence[Record]) -> list[Line]:
     dead = series(records, "dead_experts")[1]
     if dead and dead[-1]:
         lines.append(("", Text(f"{dead[-1]:,.0f} experts got no token in the last step", style="yellow")))
+    sent, ranks = (series(records, key)[1] for key in ("expert_bytes", "expert_rank_max_over_mean"))
+    if sent and ranks:
+        traffic = f"{format_bytes(int(median(sent)))} sent per step and rank, busiest rank {ranks[-1]:.2f} times the mean"
+        lines.append(("", traffic))
     for name, key in (("dropped", "dropped_share"), ("rerouted", "rerouted_share")):
         values = series(records, key)[1]
         if any(values):
@@ -327,6 +331,12 @@ def _speed_lines(records: Sequence[Record]) -> list[Line]:
     skew = middle("rank_skew_seconds")
     if skew is not None:
         lines.append(("rank skew", f"{format_seconds(skew)}{_slowest(records)}"))
+    balance = middle("attention_balance")
+    if balance is not None:
+        worst = max(series(records, "attention_balance")[1])
+        splits = Counter(split for record in records for split in record.get("token_splits", ()))
+        shown = ", ".join(f"{name} {count / splits.total():.0%}" for name, count in splits.most_common())
+        lines.append(("attention work", f"max/mean {balance:.2f} over cp, at most {worst:.2f}; tokens split {shown}"))
     peak = max(series(records, "peak_memory_bytes")[1], default=0)
     if peak:
         lines.append(("peak memory", f"{format_bytes(peak)} per rank"))

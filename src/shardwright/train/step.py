@@ -25,8 +25,10 @@ from shardwright.errors import ConfigError, LayoutError, NonFiniteError
 from shardwright.model.balance import Balance, Balancer
 from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
-from shardwright.ops.attention import CausalAttend
+from shardwright.ops.attention import Attend, CausalAttend, ScoreDropout, ScoresAttend
 from shardwright.ops.capacity import Limit
+from shardwright.ops.kernels import dropout_key
+from shardwright.parallel.context import ContextAttend, attention_balance, cut_segments
 from shardwright.parallel.data import GradientBuckets
 from shardwright.parallel.flat import FlatParameters
 from shardwright.parallel.gather import UnitGatherer
@@ -61,6 +63,10 @@ class StepResult:
     ledger: Ledger
     balance: Balance | None = None
     """What the routers did, where the model has experts; its ``aux_loss`` is not part of ``loss``."""
+    attention_balance: float = 1.0
+    """Work in attention of the busiest rank of this rank's cp group over the mean; 1 is even."""
+    token_splits: tuple[str, ...] = ()
+    """How the tokens of each micro-batch were split over cp; empty without context parallelism."""
 
     @property
     def slowest_rank(self) -> int:
@@ -75,22 +81,23 @@ class StepResult:
 def check_supported(config: RunConfig) -> None:
     """Refuse, before any process starts, what training cannot do yet."""
     layout = config.layout
-    usual = Layout()
-    for name in ("cp",):
-        if getattr(layout, name) != getattr(usual, name):
-            raise LayoutError(
-                f"{name}={getattr(layout, name)} can be planned but not trained yet; "
-                f"train with dp, tp, pp, ep, zero, microbatches and recompute, and leave {name} out"
-            )
     _check_zero(config)
     _check_experts(config)
     _check_offload(layout)
+    if config.train.attention == "scores" and layout.cp > 1:
+        raise LayoutError(
+            f"train.attention=scores needs whole sequences on a rank, and cp={layout.cp} splits them; use cp=1 or leave "
+            "train.attention out"
+        )
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
-    if config.train.compile and layout.tp > 1:
-        raise LayoutError(
-            f"train.compile=true with tp={layout.tp}: a block's collectives cannot be compiled; use tp=1 or leave compile out"
-        )
+    for axis in ("tp", "cp"):
+        if config.train.compile and layout.grid.degree(axis) > 1:
+            raise LayoutError(
+                f"train.compile=true with {axis}={layout.grid.degree(axis)}: a block's collectives cannot be compiled; "
+                f"use {axis}=1 or leave compile out"
+            )
+    _check_windows(config)
     if config.model.tied_head and layout.schedule.startswith("file:"):
         place = make_schedule(layout).placement
         if place[0] != place[-1] and {place[0], place[-1]} != {0, layout.pp - 1}:
@@ -116,6 +123,18 @@ def _check_experts(config: RunConfig) -> None:
     if config.train.compile:
         raise LayoutError(
             "train.compile=true with experts: how many rows each gets is known only as it runs; leave compile out"
+        )
+
+
+def _check_windows(config: RunConfig) -> None:
+    """A ring's rectangles are whole or causal; a window shorter than the sequence would cut them otherwise."""
+    model, layout = config.model, config.layout
+    windows = {model.layer_window(layer) for layer in range(model.num_layers)}
+    short = min((window for window in windows if window is not None and window < config.data.seq_len), default=None)
+    if layout.cp > 1 and layout.cp_kind != "ulysses" and short is not None:
+        raise LayoutError(
+            f"cp_kind={layout.cp_kind} has no sliding windows, and the model's window of {short} tokens is shorter than "
+            f"data.seq_len={config.data.seq_len}; use cp_kind=ulysses"
         )
 
 
@@ -154,6 +173,22 @@ def _check_offload(layout: Layout) -> None:
             f"delayed_update=on with offload_fraction={layout.offload_fraction}: only what is in host memory can be updated "
             "beside the step; leave offload_fraction out, or delayed_update"
         )
+
+
+def document_attention(
+    config: RunConfig, batch: MicroBatch, step: int, *, training: bool = True, tp_rank: int = 0
+) -> Attend:
+    """Attention inside each document of one micro-batch, for the heads of ``tp_rank``."""
+    model, train = config.model, config.train
+    windows = [model.layer_window(layer) for layer in range(model.num_layers)]
+    if train.attention == "fused":
+        return CausalAttend(batch.lengths, windows)
+    dropout = None
+    if training and model.dropout:
+        keys = [dropout_key(train.seed, step, layer, site=3) for layer in range(model.num_layers)]
+        first_head = tp_rank * (model.num_heads // config.layout.tp)
+        dropout = ScoreDropout(model.dropout, batch.token_index, keys, first_head)
+    return ScoresAttend(batch.lengths, windows, dropout)
 
 
 class Trainer:
@@ -217,8 +252,11 @@ class Trainer:
             sides=self.balancer,
         )
         self.stop_requested = False
+        self._attention_work: tuple[float, tuple[str, ...]] = (1.0, ())
         self.on_gradients: Callable[[Trainer], None] | None = None
         """Called when the gradients of a step are reduced and not yet clipped (verification)."""
+        self.before_update: Callable[[], None] | None = None
+        """Called before the parameters and the optimizer's state change (a save may be copying them)."""
 
     def _balancer(self) -> Balancer | None:
         if self.config.model.moe is None:
@@ -235,20 +273,28 @@ class Trainer:
 
     def context(self, batch: MicroBatch, step: int, *, training: bool = True) -> Context:
         """What the model is told about one micro-batch, on this rank's device."""
-        if self.layout.sequence_parallel:
-            batch = batch.padded(self.layout.tp)
+        batch = batch.padded(self.layout.token_multiple)
+        recompute = self.layout.recompute if training else "none"
+        attend = document_attention(self.config, batch, step, training=training, tp_rank=self.mesh.tp.rank)
+        if self.layout.cp > 1:
+            windows = [self.config.model.layer_window(layer) for layer in range(self.config.model.num_layers)]
+            cp, kind = self.mesh.cp, self.layout.cp_kind
+            segments = cut_segments(batch.lengths, batch.padding, cp.size, kind)
+            batch = batch.cut(segments.split.ranges[cp.rank])
+            attend = ContextAttend(cp, segments, kind, keep=recompute == "full", windows=windows)
+            if recompute == "selective":  # attention keeps no scores that would be worth a second exchange
+                recompute = "none"
         experts = self._for_experts(batch, training) if self.balancer is not None else {}
         batch = batch.to(self.device)
-        windows = [self.config.model.layer_window(layer) for layer in range(self.config.model.num_layers)]
         return self.model.context(
             batch.tokens,
             batch.positions,
-            CausalAttend(batch.lengths, windows),
+            attend,
             targets=batch.targets,
             token_index=batch.token_index if training else None,
             seed=self.config.train.seed,
             step=step,
-            recompute=self.layout.recompute if training else "none",
+            recompute=recompute,
             loss_chunk=self.config.train.loss_chunk,
             **experts,
         )
@@ -271,6 +317,7 @@ class Trainer:
         delayed = self.delayed if step >= self.config.optim.delay_after else None
         tokens, stop = self._agree(sum(batch.num_valid for batch in batches))
         if delayed is not None:
+            self._may_update()
             delayed.start()
         loss_sum = self.gradients(batches, step, tokens)
         busy = time.perf_counter() - start
@@ -291,6 +338,7 @@ class Trainer:
             if delayed is not None:
                 delayed.keep(lr)
             else:
+                self._may_update()
                 with self.mesh.recorder.phase("update"):
                     self.optimizer.step(lr)
         balance = self._balance(update=finite)
@@ -309,6 +357,7 @@ class Trainer:
             ledger.exposed_tail,
             ledger,
             balance,
+            *self._attention_work,
         )
         if not finite and self.config.train.on_nonfinite == "stop":
             raise NonFiniteError(
@@ -316,6 +365,10 @@ class Trainer:
                 "before. Lower optim.lr, or set train.on_nonfinite=skip"
             )
         return result
+
+    def _may_update(self) -> None:
+        if self.before_update is not None:
+            self.before_update()
 
     def settle(self) -> None:
         """Make up for an update that is outstanding (``delayed_update``), if there is one; all ranks must call."""
@@ -329,6 +382,7 @@ class Trainer:
             own = sum(len(batch.tokens) for batch in batches)  # not padded yet, nor cut over cp
             self.balancer.begin(own * self.layout.dp)
         contexts = [self.context(batch, step) for batch in batches]
+        self._attention_work = attention_balance([context.attend for context in contexts])
         wide = torch.float64 if self.layout.precision == "fp64" else torch.float32
         scale = torch.full((), 1.0 / max(tokens, 1), dtype=wide, device=self.device)
         return self.executor.run(contexts, scale)
@@ -337,12 +391,14 @@ class Trainer:
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """(nats per valid token, valid tokens) over all ranks' batches; every rank must bring the same number."""
         totals = torch.zeros(2, dtype=torch.float64)
-        counts = self.has_loss and self.mesh.coordinates["tp"] == 0  # the others of tp have the same loss
+        place = self.mesh.coordinates
+        counts = self.has_loss and place["tp"] == 0  # the others of tp have the same loss, those of cp other tokens
         with self.mesh.recorder.phase("eval"):
             for batch in batches:
                 loss = self.executor.evaluate(self.context(batch, 0, training=False))
                 if counts:
-                    totals += torch.stack([loss.double().cpu(), torch.tensor(batch.num_valid, dtype=torch.float64)])
+                    valid = batch.num_valid if place["cp"] == 0 else 0
+                    totals += torch.stack([loss.double().cpu(), torch.tensor(valid, dtype=torch.float64)])
             loss_sum, tokens = _read_all(self.mesh.world.all_reduce(totals.to(self.device), name="eval"))
         return loss_sum / max(tokens, 1.0), int(tokens)
 
@@ -391,7 +447,7 @@ class Trainer:
     def _agree(self, num_valid: int) -> tuple[int, bool]:
         """Valid tokens of the whole global batch, and whether any rank asked to stop."""
         place = self.mesh.coordinates
-        counted = num_valid if place["tp"] == place["pp"] == 0 else 0  # the others read the same tokens
+        counted = num_valid if place["tp"] == place["cp"] == place["pp"] == 0 else 0  # the others read the same samples
         counts = torch.tensor([counted, int(self.stop_requested)], dtype=torch.int64, device=self.device)
         with self.mesh.recorder.phase("data"):
             tokens, stops = _read_all(self.mesh.world.all_reduce(counts, name="tokens"))

@@ -18,7 +18,15 @@ from shardwright.errors import ConfigError
 from shardwright.train.prepare import prepare_data
 from shardwright.train.step import check_supported
 from shardwright.verify.matrix import Runner, small_config
-from shardwright.verify.mutate import MUTATIONS, PIPELINE_MUTATIONS, TENSOR_MUTATIONS, ZERO_MUTATIONS, Mutation
+from shardwright.verify.mutate import (
+    MUTATIONS,
+    OFFLOAD_MUTATIONS,
+    PIPELINE_MUTATIONS,
+    TENSOR_MUTATIONS,
+    ZERO_MUTATIONS,
+    Mutation,
+)
+from shardwright.verify.mutate_context import CONTEXT_MUTATIONS
 from shardwright.verify.mutate_experts import EXPERT_MUTATIONS
 from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS
 from shardwright.verify.parity import Verification, comparable
@@ -44,6 +52,8 @@ _ONCE = Base("dp=2,ep=2,ep_deduplicate=on,precision=fp64", {"moe": _MOE})
 _COPIES = Base("dp=4,ep=2,zero=3,precision=fp64", {"moe": _MOE}, ("optim.clip=0.05",))
 _FULL = Base("tp=2,ep=2,moe=capacity:0.8,precision=fp64", {"moe": _MOE, "position": "learned"}, ("router.drop_by=probability",))
 _BIAS = Base("dp=2,ep=2,recompute=full,precision=fp64", {"moe": _MOE | {"score": "sigmoid", "bias_correction": True}})
+_OUT = "dp=2,offload=optimizer"
+_DELAYED = Base(f"{_OUT},zero=1,delayed_update=on,precision=fp64", {}, ("optim.name=adamw",))
 
 FAMILIES: tuple[tuple[Mapping[str, Mutation], Base], ...] = (
     (MUTATIONS, _DATA),
@@ -51,8 +61,10 @@ FAMILIES: tuple[tuple[Mapping[str, Mutation], Base], ...] = (
     (TENSOR_MUTATIONS, _TENSOR),
     (PIPELINE_MUTATIONS, _PIPELINE),
     (ZERO_MUTATIONS, Base("dp=2,zero=3")),
+    (OFFLOAD_MUTATIONS, _DELAYED),
     (PLACE_MUTATIONS, Base("tp=2")),
     (EXPERT_MUTATIONS, _EXPERTS),
+    (CONTEXT_MUTATIONS, Base("cp=2", sets=("data.cross_documents=true",))),
 )
 """Mutations and the layout that has what they break."""
 
@@ -64,6 +76,12 @@ BASES: Mapping[str, Base] = {
     "drop-replica-sum": Base("dp=4,zero=3,dp_replicate=2,microbatches=2"),
     "dirty-padding": Base("dp=3,zero=2"),
     "last-reduction-only": Base("dp=2,zero=2,microbatches=2,accumulate=reduce"),
+    "drop-heads-in": Base("cp=2,cp_kind=ulysses"),
+    "drop-heads-out": Base("cp=2,cp_kind=ulysses"),
+    "drop-dp-cp-gradients": Base("cp=2,dp=2"),
+    "overwritten-on-host": Base(f"{_OUT},zero=2,microbatches=4,accumulate=reduce,bucket_mb=0.02"),
+    "drop-copy-out": Base(f"{_OUT},zero=1,bucket_mb=0.02"),
+    "drop-copy-in": Base(f"{_OUT},zero=3"),
     "swap-shard-ranks": Base("dp=2,zero=3"),
     "lose-dispatch-weights": _ONCE,
     "lose-dispatch-weights-gradient": _ONCE,

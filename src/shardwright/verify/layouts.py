@@ -106,12 +106,18 @@ _FACTORS = [
     Factor("stages", ("", "cost"), _above_one("pp")),
     Factor("comm", ("auto", "gloo")),
     Factor("dp_replicate", (1, 2), _replicas),
+    Factor("offload", (*CHOICES["offload"], "half of optimizer", "optimizer, delayed")),
     Factor("zero1_reduce", CHOICES["zero1_reduce"], _zero(1)),
     Factor("accumulate", CHOICES["accumulate"], _zero(2, 3)),
     Factor("reshard", CHOICES["reshard"], _zero(3)),
     Factor("prefetch", (1, 0, 2), _zero(3)),
 ]
 """A layout's degrees and switches. The first value is the one that can always be."""
+_TOGETHER: Mapping[str, Mapping[str, Any]] = {
+    "half of optimizer": {"offload": "optimizer", "offload_fraction": 0.5},
+    "optimizer, delayed": {"offload": "optimizer", "delayed_update": True},
+}
+"""Values that set several switches."""
 
 
 def factors(model: ModelConfig, seq_len: int = SEQUENCE) -> list[Factor]:
@@ -140,11 +146,13 @@ class _Checker:
     """Says why a combination cannot be trained, by asking for it."""
 
     def __init__(self, config: RunConfig, most_ranks: int) -> None:
-        self._config, self._most = config, most_ranks
+        self._model, self._most = config.model, most_ranks
+        shallow = config.model.model_copy(update={"num_layers": min(config.model.num_layers, 3)})
+        self._config = config.model_copy(update={"model": shallow})  # what is asked of each parameter is asked of few
 
     def layout(self, assignment: Mapping[str, Any]) -> Layout:
         """Interleaved schedules get two stages for each pipeline rank."""
-        values = dict(assignment)
+        values = {**assignment, **_TOGETHER.get(assignment.get("offload", ""), {})}
         if values.get("pp", 1) > 1 and values.get("schedule") in INTERLEAVED:
             values["virtual"] = 2
         return Layout(**values)
@@ -154,7 +162,7 @@ class _Checker:
             layout = self.layout(assignment)
             if layout.world_size > self._most:
                 return f"needs {layout.world_size} ranks, at most {self._most} are to be started"
-            layout.check_model(self._config.model)
+            layout.check_model(self._model)
             check_supported(self._config.model_copy(update={"layout": layout}))
             make_schedule(layout)
         except ConfigError as error:
@@ -170,6 +178,8 @@ def shown_values(layout: Layout) -> set[str]:
         if factor.applies(chosen):
             value = getattr(layout, factor.name)
             value = ("on" if layout.sequence_parallel else "off") if factor.name == "sp" else value
+            if factor.name == "offload":
+                value = next((name for name, changes in _TOGETHER.items() if layout == layout.with_(**changes)), value)
             found.add(f"{factor.name}={value}")
     return found
 

@@ -123,7 +123,7 @@ def small_config(config: RunConfig, folder: Path, layers: int = 8) -> RunConfig:
     table = config.to_table()
     table["model"] = small_model(config.model, layers).model_dump(exclude_none=True)
     table["data"] = {**data, "cross_documents": config.data.cross_documents}
-    table["optim"] = {**table["optim"], "warmup_steps": min(config.optim.warmup_steps, 2)}
+    table["optim"] = {**table["optim"], "warmup_steps": min(config.optim.warmup_steps, 2), "delay_after": 1}
     table["train"] = {"steps": 10, "threads": 1, "seed": config.train.seed, "run_dir": str(folder / "run")}
     return RunConfig.of({**table, "layout": "dp=1"})
 
@@ -164,7 +164,7 @@ def reference_key(config: RunConfig) -> str:
     del table["layout"]
     experts = (layout.dp * layout.micro_batch, layout.moe) if config.model.moe is not None else ()
     precision = "bf16" if layout.precision == "bf16" else "fp64"
-    return str((table, layout.global_batch, precision, experts))
+    return str((table, layout.global_batch, precision, layout.delayed_update, experts))
 
 
 # -- one launch --------------------------------------------------------------------------------------------

@@ -80,7 +80,8 @@ class _DropAllReduce(ForwardingComm):
 class LeaveOut(ForwardingComm):
     """Leaves out the collectives over ``axis`` whose tensor has this name (or one that goes on with a dot).
 
-    A reduction then keeps the rank's own part, and a gather repeats it.
+    A reduction then keeps the rank's own part, a gather repeats it, an exchange gives back what was put in, and a send
+    brings zeros.
     """
 
     def __init__(self, inner: Comm, tensor: str, axis: str = "tp") -> None:
@@ -104,6 +105,16 @@ class LeaveOut(ForwardingComm):
             return super().all_gather_start(output, tensor, name=name)
         output.view(self.size, *tensor.shape).copy_(tensor.expand(self.size, *tensor.shape))
         return Work()
+
+    def all_to_all(
+        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
+    ) -> Tensor:
+        if not self._meant(name):
+            return super().all_to_all(tensor, send_sizes, receive_sizes, name=name)
+        return tensor
+
+    def send(self, tensor: Tensor, to: int, *, name: str) -> Work:
+        return super().send(torch.zeros_like(tensor) if self._meant(name) else tensor, to, name=name)
 
 
 class _LoseSends(ForwardingComm):
@@ -497,11 +508,12 @@ OFFLOAD_MUTATIONS = {
 
 def find_mutation(name: str) -> Mutation:
     """The mutation of that name; raises `ConfigError` with the known ones."""
-    from shardwright.verify.mutate_experts import EXPERT_MUTATIONS  # these are made of what is here
+    from shardwright.verify.mutate_context import CONTEXT_MUTATIONS  # these are made of what is here
+    from shardwright.verify.mutate_experts import EXPERT_MUTATIONS
     from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS
 
     known = MUTATIONS | TENSOR_MUTATIONS | PIPELINE_MUTATIONS | ZERO_MUTATIONS | OFFLOAD_MUTATIONS
-    known = known | VALUE_MUTATIONS | PLACE_MUTATIONS | EXPERT_MUTATIONS
+    known = known | CONTEXT_MUTATIONS | VALUE_MUTATIONS | PLACE_MUTATIONS | EXPERT_MUTATIONS
     if name not in known:
         raise ConfigError(f"mutation {name!r} is not known; {did_you_mean(name, known)}")
     return known[name]

@@ -19,16 +19,15 @@ from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import parameter_specs
-from shardwright.launch import RankEnv, init_process_group, launch
+from shardwright.launch import RankEnv, init_process_group, launch, torchrun_env
 from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
-from shardwright.ops.attention import CausalAttend
 from shardwright.plan.collectives import predict_step
 from shardwright.plan.dispatch import Dispatches
 from shardwright.train.data import MicroBatch, TrainSampler, collate, open_blend
 from shardwright.train.optim import learning_rate
 from shardwright.train.prepare import PreparedData, prepare_data
-from shardwright.train.step import Trainer
+from shardwright.train.step import Trainer, document_attention
 from shardwright.verify.mutate import UNBROKEN, find_mutation
 from shardwright.verify.routing import ReferenceRouters, Replayed, reference_routing
 
@@ -160,11 +159,10 @@ def _reference_update(
 
 
 def _reference_context(config: RunConfig, model: Transformer, batch: MicroBatch, step: int) -> Context:
-    windows = [config.model.layer_window(layer) for layer in range(config.model.num_layers)]
     return model.context(
         batch.tokens,
         batch.positions,
-        CausalAttend(batch.lengths, windows),
+        document_attention(config, batch, step),
         targets=batch.targets,
         token_index=batch.token_index,
         seed=config.train.seed,
@@ -183,14 +181,17 @@ def _reference_optimizer(config: RunConfig, parameters: list[Tensor]) -> torch.o
 # -- a layout ----------------------------------------------------------------------------------------------
 
 
-def trace_rank(env: RankEnv, config: RunConfig, data: PreparedData, steps: int, mutation: str | None = None) -> Trace:
-    """Join the other ranks of ``config.layout`` and trace ``steps`` steps."""
+def trace_rank(
+    env: RankEnv, config: RunConfig, data: PreparedData, steps: int, mutation: str | None, together: bool
+) -> list[Trace]:
+    """Join the other ranks of ``config.layout`` and trace ``steps`` steps: this rank's trace, or all ranks' ``together``."""
     if env.world_size > 1:
         init_process_group(env)
         mesh = Mesh.distributed(config.layout, env.rank, config.train.timeout_s)
     else:
         mesh = Mesh.solo()
-    return trace_steps(mesh, config, data, steps, mutation)
+    trace = trace_steps(mesh, config, data, steps, mutation)
+    return mesh.world.gather_objects(trace) if together else [trace]
 
 
 def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, mutation: str | None = None) -> Trace:
@@ -320,14 +321,16 @@ def verify(
     config = comparable(config)
     data = prepare_data(config, progress)
     layout = config.layout
-    traces: list[Trace] = launch(
+    started = torchrun_env() is not None
+    found: list[list[Trace]] = launch(
         trace_rank,
         layout.world_size,
-        (config, data, steps, mutation),
+        (config, data, steps, mutation, started),
         layout=str(layout),
         threads_per_rank=config.train.threads,
         timeout_s=config.train.timeout_s,
     )
+    traces = found[0] if started else [trace for (trace,) in found]
     reference = reference_run(config, whole_batches(train_sampler(config, data, 0)), steps)
     return compare(config, traces, reference, dry_steps(config, traces))
 

@@ -1,0 +1,204 @@
+"""Flight record: the last verbs of each rank in a file that outlives it, and what the files of all ranks say of a hang.
+
+Every verb of a `Mesh` is written when it begins and when it ends, through mapped memory: no system call, and the kernel
+keeps what was written when the process is killed. Verbs of one axis are numbered, and messages of one pair, so the same
+number is the same verb on every rank. A record is of one run: an older file of the same rank is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+VERBS = 256
+"""Verbs that a file holds; older ones are written over."""
+_HEADER = 16384
+_PLACE = 160
+"""Bytes for the words that say what the rank is at, at the end of the header."""
+_SLOT = struct.Struct("<qqddqi180s")
+"""Count of the verb on this rank (from 1), number on its axis, begin, end (0: not yet), bytes, the peer of a message, words."""
+_WAITING = _HEADER - _PLACE - 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One verb. ``peer`` is the world rank of a message's other end, -1 for all of an axis. Times are seconds since 1970."""
+
+    count: int
+    axis: str
+    verb: str
+    name: str
+    phase: str
+    number: int
+    begin: float
+    end: float
+    num_bytes: int
+    peer: int
+
+    @property
+    def call(self) -> str:
+        """What was called, without which one it is."""
+        size = f" ({self.num_bytes} bytes)" if self.num_bytes else ""
+        return f"{self.verb} of {self.name!r}{size}"
+
+    def __str__(self) -> str:
+        to = f" with rank {self.peer}" if self.peer >= 0 else ""
+        return f"{self.call}{to}, number {self.number} over {self.axis} in {self.phase}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One rank's file. ``waiting``: the verb that it stands still for."""
+
+    rank: int
+    groups: Mapping[str, tuple[int, ...]]
+    place: str
+    entries: tuple[Entry, ...]
+    waiting: Entry | None
+
+    def same(self, entry: Entry, rank: int) -> Entry | None:
+        """The verb that meets ``entry`` of rank ``rank``: of the same axis (or pair) and number."""
+        peer = rank if entry.peer >= 0 else -1
+        verb = {"send": "recv", "recv": "send"}.get(entry.verb)
+        return next(
+            (
+                found
+                for found in self.entries
+                if (found.axis, found.number, found.peer) == (entry.axis, entry.number, peer)
+                and (peer < 0 or found.verb == verb)
+            ),
+            None,
+        )
+
+
+class FlightRecorder:
+    """Writes one rank's file. ``groups``: the ranks of each axis. Raises OSError."""
+
+    def __init__(self, folder: Path, rank: int, groups: Mapping[str, Sequence[int]]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = file_of(folder, rank)
+        path.unlink(missing_ok=True)
+        with path.open("x+b") as file:
+            file.truncate(_HEADER + VERBS * _SLOT.size)
+            self._memory = mmap.mmap(file.fileno(), 0)
+        header = json.dumps({"rank": rank, "groups": {axis: list(ranks) for axis, ranks in groups.items()}}).encode()
+        assert len(header) < _WAITING, "the ranks of every axis do not fit in the header"
+        self._memory[: len(header)] = header
+        self._count = 0
+        self._numbers: dict[tuple[str, str, int], int] = {}
+        self._words: dict[tuple[str, str, str, str], bytes] = {}
+
+    def begin(self, axis: str, verb: str, name: str, phase: str, num_bytes: int, peer: int = -1) -> int:
+        """A verb begins; its count."""
+        self._count += 1
+        key = (axis, verb if peer >= 0 else "", peer)
+        number = self._numbers[key] = self._numbers.get(key, 0) + 1
+        words = self._words.get((axis, verb, name, phase))
+        if words is None:
+            words = self._words[axis, verb, name, phase] = "\0".join((axis, verb, phase, name)).encode()[:180]
+        slot = _HEADER + self._count % VERBS * _SLOT.size
+        _SLOT.pack_into(self._memory, slot, self._count, number, time.time(), 0.0, num_bytes, peer, words)
+        return self._count
+
+    def wait(self, count: int) -> None:
+        """The rank stands still for a verb (0: for none)."""
+        struct.pack_into("<q", self._memory, _WAITING, count)
+
+    def end(self, count: int) -> None:
+        """A verb is done, and the rank goes on."""
+        if self._count - count < VERBS:
+            struct.pack_into("<d", self._memory, _HEADER + count % VERBS * _SLOT.size + 24, time.time())
+        self.wait(0)
+
+    def at(self, place: str) -> None:
+        """What the rank is at, in words."""
+        self._memory[_HEADER - _PLACE : _HEADER] = place.encode()[:_PLACE].ljust(_PLACE, b"\0")
+
+    def close(self) -> None:
+        """Let the memory go; the file stays."""
+        self._memory.close()
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Where a rank's record is."""
+    return folder / f"rank-{rank}.flight"
+
+
+def read_flight(path: Path) -> Record:
+    """One rank's record, also of a rank that is alive. Raises OSError, or ValueError for another file."""
+    data = path.read_bytes()
+    header = json.loads(data[:_WAITING].rstrip(b"\0"))
+    entries = sorted(_entries(data), key=lambda entry: entry.count)
+    (count,) = struct.unpack_from("<q", data, _WAITING)
+    waiting = next((entry for entry in entries if entry.count == count), None)
+    place = data[_HEADER - _PLACE : _HEADER].rstrip(b"\0").decode(errors="replace")
+    groups = {axis: tuple(ranks) for axis, ranks in header["groups"].items()}
+    return Record(header["rank"], groups, place, tuple(entries), waiting)
+
+
+def _entries(data: bytes) -> Iterator[Entry]:
+    for slot in range(VERBS):
+        count, number, begin, end, num_bytes, peer, words = _SLOT.unpack_from(data, _HEADER + slot * _SLOT.size)
+        parts = words.rstrip(b"\0").decode(errors="replace").split("\0")
+        if count and len(parts) == 4:
+            axis, verb, phase, name = parts
+            yield Entry(count, axis, verb, name, phase, number, begin, end, num_bytes, peer)
+
+
+# -- what they say of a hang -------------------------------------------------------------------------
+
+
+def hang_report(folder: Path, num_ranks: int, now: float | None = None) -> list[str]:
+    """Lines for people: which ranks disagree and how, then what every rank waits for or did last."""
+    now = time.time() if now is None else now
+    records: dict[int, Record] = {}
+    lines = []
+    for rank in range(num_ranks):
+        try:
+            records[rank] = read_flight(file_of(folder, rank))
+        except (OSError, ValueError, KeyError) as error:
+            lines.append(f"rank {rank} has left no record ({error})")
+    found = [line for record in records.values() for line in _disagreements(record, records)]
+    return [*dict.fromkeys(found), *lines, *(_state(record, now) for record in records.values())]
+
+
+def _disagreements(record: Record, records: Mapping[int, Record]) -> Iterator[str]:
+    """What others do in the place of the verb that this rank waits for."""
+    mine = record.waiting
+    if mine is None:
+        return
+    peers = [mine.peer] if mine.peer >= 0 else [rank for rank in record.groups.get(mine.axis, ()) if rank != record.rank]
+    for peer in peers:
+        other = records.get(peer)
+        if other is None:
+            continue
+        theirs = other.same(mine, record.rank)
+        if theirs is None:
+            yield f"rank {peer} has not come to {mine}; {_doing(other)}"
+        elif mine.peer < 0 and theirs.call != mine.call:
+            first, second = sorted(((record.rank, mine), (peer, theirs)), key=lambda item: item[0])
+            yield (
+                f"ranks {first[0]} and {second[0]} differ: number {mine.number} over {mine.axis} is {first[1].call} on rank "
+                f"{first[0]} (at {records[first[0]].place or 'no place'}) but {second[1].call} on rank {second[0]} "
+                f"(at {records[second[0]].place or 'no place'})"
+            )
+
+
+def _doing(record: Record) -> str:
+    if record.waiting is not None:
+        return f"it waits in {record.waiting}"
+    return f"it is at {record.place}" if record.place else "it is in no verb"
+
+
+def _state(record: Record, now: float) -> str:
+    place = f", at {record.place}" if record.place else ""
+    if record.waiting is not None:
+        return f"rank {record.rank} has waited {now - record.waiting.begin:.1f} s for {record.waiting}{place}"
+    done = [entry for entry in record.entries if entry.end]
+    last = f"; its last verb was {done[-1]}, done {now - done[-1].end:.1f} s ago" if done else ""
+    return f"rank {record.rank} waits for nobody{place}{last}"

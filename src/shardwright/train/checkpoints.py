@@ -1,0 +1,173 @@
+"""The checkpoints of a run on one rank: which one to go on from, when to save, and that training need not wait for it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from shardwright.checkpoint.io import CheckpointState, copy_weights, load_checkpoint, verify_checkpoint
+from shardwright.checkpoint.manifest import latest_checkpoint
+from shardwright.checkpoint.save import Saver, SaveTimes, Snapshot
+from shardwright.core.run_config import RunConfig
+from shardwright.errors import CheckpointError, ConfigError, NonFiniteError
+from shardwright.train.state import StateWriter, local_tensors
+from shardwright.train.step import Trainer
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where a run goes on: ``step`` steps were done on ``samples`` samples."""
+
+    path: Path
+    step: int
+    samples: int
+
+
+class RunCheckpoints:
+    """Restores and saves; every rank makes the same calls. Leave it as a context, so that no save is left running."""
+
+    def __init__(
+        self, config: RunConfig, trainer: Trainer, tokenizer_folder: Path | str | None, say: Callable[[str], None]
+    ) -> None:
+        train, mesh = config.train, trainer.mesh
+        self.config, self.trainer, self.mesh, self._say = config, trainer, mesh, say
+        self.root = Path(train.run_dir) / "checkpoints"
+        self.last: Path | None = None
+        """The last checkpoint that was begun or resumed from."""
+        token = mesh.world.gather_objects(secrets.token_hex(4))[0]
+        self.saver = Saver(
+            self.root,
+            config.model,
+            rank=mesh.rank,
+            num_ranks=mesh.world.size,
+            token=token,
+            tokenizer_folder=tokenizer_folder,
+            keep_last=train.keep_last,
+            keep_every=train.keep_every,
+            shard_bytes=int(train.shard_gb * 1e9),
+            timeout_s=train.timeout_s,
+        )
+        self._writer = StateWriter(trainer)
+        trainer.before_update = self.saver.wait_copied
+
+    @property
+    def times(self) -> SaveTimes:
+        return self.saver.times
+
+    # -- save ------------------------------------------------------------------------------------------
+
+    def save(self, step: int, samples: int, *, last: bool) -> None:
+        """Save in the background if the run says so, the last one at once; an error of an earlier save is raised here."""
+        snapshot = self.snapshot(step, samples)
+        self.last = self.saver.start(snapshot) if self.config.train.async_save else self.saver.save(snapshot)
+        if last:
+            self.finish()
+
+    def snapshot(self, step: int, samples: int) -> Snapshot:
+        """The run as this rank has it, after an update that is outstanding; views."""
+        trainer = self.trainer
+        with self.mesh.recorder.aside():
+            trainer.settle()
+        extra = {
+            "optimizer_steps": trainer.optimizer.step_count,
+            "config": self.config.to_table(),
+            "data": {"samples": samples, "seed": self.config.train.seed},
+            "random_numbers": "by counter: seed, step and token number say each, whatever the layout",
+        }
+        return Snapshot(step, samples, self._writer.weights(), self._writer.optimizer(), extra)
+
+    def finish(self) -> None:
+        """Return when the save under way is complete on every rank."""
+        self.saver.wait()
+        with self.mesh.recorder.aside():
+            self.mesh.world.barrier(name="checkpoint saved")
+
+    def poll(self) -> None:
+        """Raise what has gone wrong in the background."""
+        self.saver.poll()
+
+    def __enter__(self) -> RunCheckpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, NonFiniteError):  # all ranks stop after the same step, so the save can be finished
+            self.saver.wait()
+        self.saver.close()
+
+    # -- restore ---------------------------------------------------------------------------------------
+
+    def restore(self, resume: str) -> Restored | None:
+        """Continue from a checkpoint (``auto``, or its path), or take initial weights, as the run says.
+
+        ``auto`` passes over checkpoints that are torn or whose content has changed, with a message for each.
+        """
+        path = None if resume == "none" else self._choose(resume)
+        if path is None:
+            if self.config.train.init_from is not None:
+                self._load_weights(Path(self.config.train.init_from))
+            return None
+        specs, mesh = self.trainer.model.specs, self.mesh
+        state = load_checkpoint(path, specs, check=False)
+        self._compare(state)
+        self._copy_weights(state.weights)
+        held = self.trainer.parameters.keys()
+        optimizer = {
+            kind: local_tensors({name: full for name, full in named.items() if name in held}, specs, mesh)
+            for kind, named in state.optimizer.items()
+        }
+        self.trainer.optimizer.load(optimizer, int(state.extra["optimizer_steps"]))
+        self.last = path
+        self._say(f"resumed from {path.name}: step {state.step}, {state.samples} samples read")
+        return Restored(path, state.step, state.samples)
+
+    def _choose(self, resume: str) -> Path | None:
+        """A checkpoint of which every byte was checked, the ranks sharing the work; the same on all ranks."""
+        passed: list[Path] = []
+        while True:
+            found = Path(resume) if resume != "auto" else latest_checkpoint(self.root, self._say, skip=passed)
+            path = self.mesh.world.gather_objects(found)[0]
+            if path is None:
+                if passed:
+                    raise CheckpointError(f"no checkpoint in {self.root} is whole; give a new run folder to start again")
+                return None
+            wrong = verify_checkpoint(path, self.mesh.world)
+            if wrong is None:
+                return Path(path)
+            if resume != "auto":
+                raise CheckpointError(wrong)
+            self._say(f"{path} is skipped: {wrong}")
+            passed.append(path)
+
+    def _compare(self, state: CheckpointState) -> None:
+        """Say what makes the numbers of samples mean other samples than before."""
+        saved = state.extra.get("config", {})
+        for section, key in (("train", "seed"), ("data", "seq_len"), ("data", "sources")):
+            before, now = saved.get(section, {}).get(key), self.config.to_table()[section].get(key)
+            if before is not None and before != now:
+                self._say(f"{section}.{key} is {now}, the checkpoint's run had {before}: the order of samples is another")
+
+    def _load_weights(self, folder: Path) -> None:
+        from shardwright.checkpoint.hf import load_hf  # only a run that starts from weights needs it
+
+        found, weights = load_hf(folder)
+        if found.model_copy(update={"name": self.config.model.name}) != self.config.model:
+            raise ConfigError(
+                f"train.init_from={folder} is another model than [model]; set model = {str(folder)!r} to take its shapes"
+            )
+        self._copy_weights(weights)
+
+    def _copy_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        trainer = self.trainer
+
+        def write(name: str, view: torch.Tensor) -> None:
+            copy_weights([(name, view)], trainer.model.specs, weights, trainer.layout, self.mesh.coordinates)
+
+        trainer.fill_parameters(write)  # masters in fp32 also where the parameters are not
+

@@ -1,0 +1,135 @@
+"""Flight records: what is on the disk at any moment, and what the records of several ranks say of a hang."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.comm.flight import VERBS, FlightRecorder, file_of, hang_report, read_flight
+from shardwright.comm.mesh import Mesh
+from shardwright.core.layout import Layout
+
+GROUPS = {"world": (0, 1, 2), "pp": (0, 1)}
+
+
+def recorders(folder: Path, num_ranks: int = 3) -> list[FlightRecorder]:
+    return [FlightRecorder(folder, rank, GROUPS) for rank in range(num_ranks)]
+
+
+def call(flight: FlightRecorder, name: str, verb: str = "all_reduce", *, done: bool = True, size: int = 8) -> None:
+    count = flight.begin("world", verb, name, "reduce", size)
+    flight.wait(count)
+    if done:
+        flight.end(count)
+
+
+def test_a_record_tells_what_was_done_and_what_is_waited_for(tmp_path: Path) -> None:
+    flight = FlightRecorder(tmp_path, 1, GROUPS)
+    call(flight, "norm")
+    flight.at("step 3, reduction and update")
+    call(flight, "tokens", done=False)
+    record = read_flight(file_of(tmp_path, 1))  # while it is being written
+    assert (record.rank, record.groups, record.place) == (1, GROUPS, "step 3, reduction and update")
+    first, second = record.entries
+    assert (first.call, first.number, first.end > first.begin) == ("all_reduce of 'norm' (8 bytes)", 1, True)
+    assert record.waiting == second and (second.number, second.end) == (2, 0.0)
+    assert abs(second.begin - time.time()) < 60
+
+
+def test_only_the_last_verbs_are_kept(tmp_path: Path) -> None:
+    flight = FlightRecorder(tmp_path, 0, GROUPS)
+    late = flight.begin("world", "all_reduce", "late", "B", 8)
+    for index in range(VERBS + 5):
+        call(flight, f"gradients.{index}")
+    flight.end(late)  # its place is another verb's by now
+    record = read_flight(file_of(tmp_path, 0))
+    assert len(record.entries) == VERBS and record.entries[-1].name == f"gradients.{VERBS + 4}"
+    assert all(entry.end for entry in record.entries) and record.waiting is None
+    assert "late" not in {entry.name for entry in record.entries}
+
+
+def test_a_rank_that_does_not_come_is_named_with_what_it_is_at(tmp_path: Path) -> None:
+    flights = recorders(tmp_path)
+    for flight in flights:
+        call(flight, "tokens")
+    for rank in (0, 2):
+        flights[rank].at("step 5, reduction and update")
+        call(flights[rank], "norm", done=False)
+    flights[1].at("step 5, the next batch")
+    report = hang_report(tmp_path, 3)
+    assert report[0] == (
+        "rank 1 has not come to all_reduce of 'norm' (8 bytes), number 2 over world in reduce; it is at step 5, the next batch"
+    )
+    assert len([line for line in report if "has not come" in line]) == 1
+    states = report[-3:]
+    assert states[0].startswith("rank 0 has waited 0.") and "'norm'" in states[0]
+    assert states[1].startswith("rank 1 waits for nobody, at step 5, the next batch; its last verb was all_reduce of 'tokens'")
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "size", "words"),
+    [
+        ("barrier", "stray", 0, "barrier of 'stray' on rank 2"),
+        ("all_reduce", "norm", 16, "all_reduce of 'norm' (16 bytes) on rank 2"),
+        ("all_reduce", "gradients.0", 8, "all_reduce of 'gradients.0' (8 bytes) on rank 2"),
+    ],
+)
+def test_another_verb_or_shape_in_the_same_place(verb: str, name: str, size: int, words: str, tmp_path: Path) -> None:
+    flights = recorders(tmp_path)
+    for rank, flight in enumerate(flights):
+        flight.at(f"place {rank}")
+        if rank < 2:
+            call(flight, "norm", done=False)
+        else:
+            call(flight, name, verb, done=False, size=size)
+    report = hang_report(tmp_path, 3)
+    found = [line for line in report if "differ" in line]
+    assert len(found) == 2 and all(words in line for line in found)
+    assert found[0].startswith(
+        "ranks 0 and 2 differ: number 1 over world is all_reduce of 'norm' (8 bytes) on rank 0 (at place 0)"
+    )
+
+
+def test_messages_are_numbered_by_pair(tmp_path: Path) -> None:
+    """Rank 1 waits for a second message of rank 0, which has sent one and waits for an answer."""
+    flights = recorders(tmp_path)
+    flights[0].end(flights[0].begin("pp", "send", "activations", "F", 64, peer=1))
+    flights[1].end(flights[1].begin("pp", "recv", "activations", "F", 64, peer=0))
+    for rank, peer in ((0, 1), (1, 0)):
+        count = flights[rank].begin("pp", "recv", "more", "B", 64, peer=peer)
+        flights[rank].wait(count)
+    report = hang_report(tmp_path, 3)
+    waits = "recv of 'more' (64 bytes) with rank"
+    first = f"rank 0 has not come to {waits} 0, number 2 over pp in B; it waits in {waits} 1"
+    assert any(line.startswith(first) for line in report)
+    assert any(line.startswith(f"rank 1 has not come to {waits} 1, number 1 over pp in B") for line in report)
+
+
+def test_a_rank_without_a_record_is_told(tmp_path: Path) -> None:
+    recorders(tmp_path, 2)
+    assert any(line.startswith("rank 2 has left no record") for line in hang_report(tmp_path, 3))
+
+
+def test_every_verb_of_a_mesh_is_recorded(tmp_path: Path) -> None:
+    mesh = Mesh.dry(Layout.parse("dp=2,tp=2"))
+    mesh.recorder.flight = FlightRecorder(tmp_path, 0, {"dp": mesh.dp.ranks})
+    tensor = torch.ones(4, device="meta")
+    mesh.dp.all_reduce(tensor, name="a")
+    mesh.dp.reduce_scatter(tensor, name="b")
+    mesh.tp.all_gather(tensor, name="c")
+    mesh.dp.all_to_all(tensor, [2, 2], [2, 2], name="d")
+    mesh.dp.broadcast(tensor, name="e")
+    mesh.dp.send(tensor, 1, name="f").wait()
+    mesh.dp.receive(tensor, 1, name="g").wait()
+    mesh.world.barrier(name="h")
+    mesh.world.gather_objects(1)
+    entries = read_flight(file_of(tmp_path, 0)).entries
+    assert [(entry.verb, entry.name) for entry in entries] == [
+        ("all_reduce", "a"), ("reduce_scatter", "b"), ("all_gather", "c"), ("all_to_all", "d"), ("broadcast", "e"),
+        ("send", "f"), ("recv", "g"), ("barrier", "h"), ("gather_objects", "objects"),
+    ]  # fmt: skip
+    assert all(entry.end for entry in entries)
+    assert [entry.number for entry in entries if entry.axis == "dp"] == [1, 2, 3, 4, 1, 1]
