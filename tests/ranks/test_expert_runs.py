@@ -62,6 +62,8 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "whole batch": (MODEL, "dp=2,ep=2", ["router.balance=global", "router.z_loss=0.01"]),
     "pipeline": (MODEL, "pp=2,microbatches=3", []),
     "V-shaped pipeline": (DEEP, "pp=2,schedule=zb_v,microbatches=4", []),
+    "context parallel": (DEEPSEEK, "cp=2,ep=2,microbatches=2", []),
+    "capacity over cp": (MODEL, "cp=2,ep=2,micro_batch=2,moe=capacity:0.8", ["router.balance=sequence"]),
     "frozen experts": (MODEL, "dp=2,ep=2,zero=3", ["train.freeze=['blocks.0.moe.experts']"]),
     "four ranks": (FOUR, "dp=4,ep=4", []),
     "copies": (MODEL, "dp=4,ep=2", []),
@@ -70,6 +72,8 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "over tp and dp": (FOUR, "tp=2,dp=2,ep=4,microbatches=2,ep_deduplicate=on,ep_overlap=on", []),
     "over tp, copies over dp": (DEEPSEEK, "tp=2,dp=2,ep=2,zero=1,moe=capacity:1.25:reroute", []),
     "over tp and dp, shards": (MODEL, "tp=2,dp=2,zero=3,moe=capacity:1.25", []),
+    "over cp and dp": (MODEL, "cp=2,dp=2,ep=4,zero=1,moe=capacity:1.0:reroute", []),
+    "over cp and tp": (FOUR, "cp=2,tp=2,ep=4,cp_kind=ulysses,ep_deduplicate=on", ["data.seq_len=47"]),
     "under a pipeline": (DEEP, "pp=2,dp=2,ep=2,schedule=interleaved,virtual=2,microbatches=4,recompute=full", []),
 }
 SINGLE = {"single precision": (MODEL, "dp=2,ep=2,microbatches=2", list[str]())}
