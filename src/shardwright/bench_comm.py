@@ -66,8 +66,8 @@ def bench_comm(ranks: int, most_bytes: int, transports: Sequence[str] = ()) -> d
     by default.
 
     ``gloo`` has the verbs of PyTorch, ``gloo composed`` those that we make of them. ``shm own``: buffers of `Comm.empty`,
-    which peers read in place; so are gathers and scatters in all transports, as in a
-    training step: a rank's part is its own slice of the full buffer. Raises `ConfigError` below 2 ranks.
+    which peers read in place. In all transports a rank's part in a gather or a scatter is its own slice of the full buffer.
+    Raises `ConfigError` below 2 ranks.
     """
     if ranks < 2:
         raise ConfigError(f"--ranks {ranks}: a link has two ends; use 2 or more")
