@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -52,21 +52,28 @@ class Refused:
     reason: str
 
 
-def read_cases(path: Path) -> list[Case | Refused]:
-    """Every row of a CSV file; raises :class:`ConfigError` for a file of another kind."""
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; raises :class:`ConfigError` where it cannot be read."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+            return list(csv.DictReader(file))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give a CSV file of measured runs") from None
+
+
+def training_cases(path: Path, rows: Sequence[Row]) -> list[Case | Refused]:
+    """Rows of a table of training runs; raises :class:`ConfigError` for a table of another kind."""
     columns = set(rows[0]) if rows else set()
     if "iteration time (ms)" in columns:
         return [_step_row(row) for row in rows]
     if {"source", "tokens_per_s_per_gpu"} <= columns:
         return [_published_row(row) for row in rows]
-    if "silicon_tpot_ms" in columns:
-        return [Refused(f"serving {row['backend']}", row["model_path"], "serving is not priced yet") for row in rows]
     raise ConfigError(f"{path} has the columns {sorted(columns)[:6]}..., which are no table of runs that is known")
+
+
+def read_cases(path: Path) -> list[Case | Refused]:
+    """Every row of a CSV file of training runs; raises :class:`ConfigError` for a file of another kind."""
+    return training_cases(path, read_rows(path))
 
 
 # -- step times of GPTs ------------------------------------------------------------------------------

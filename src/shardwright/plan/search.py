@@ -27,6 +27,8 @@ STEP_TOKENS = 4 * 2**20
 """Tokens of a step where no global batch is given."""
 REFINED = 16
 """Layouts that are priced by the schedule's rows."""
+MOST_EXPLORED = 2000
+"""Layouts that a report's picture of the search shows at most."""
 NEAREST, NEAR_MISSES = 24, 8
 """Of so many layouts that miss the memory by least, so many of the fastest are shown."""
 
@@ -64,20 +66,21 @@ def search(
     if batch < 1 or top < 1:
         raise ConfigError(f"global batch {batch} and top {top} must be at least 1")
     rejections = Rejections()
-    priced: list[tuple[float, str, Layout]] = []
+    priced: list[tuple[float, str, Layout, float]] = []
     for base in _degrees(pricer, batch, precision, rejections):
-        for layout in _fitting(pricer, base, rejections):
-            priced.append((pricer.quick(layout), str(layout), layout))
+        for layout, need in _fitting(pricer, base, rejections):
+            priced.append((pricer.quick(layout), str(layout), layout, need))
     if not priced:
         if not rejections.too_large:
             raise ConfigError(_nothing_legal(pricer, batch, rejections))
         smallest = min(rejections.too_large, key=lambda item: (item[0], str(item[1])))[1]
         return replace(pricer.price(smallest), rejected=_rejected(pricer, rejections))
     priced.sort(key=lambda item: item[:2])
-    plans = _refined(pricer, [layout for _, _, layout in priced[: max(REFINED, top)]])
+    plans = _refined(pricer, [layout for _, _, layout, _ in priced[: max(REFINED, top)]])
     best = plans[0]
     candidates = tuple(Candidate(p.layout, p.step.seconds, p.memory[0].total) for p in plans[:top])
-    return replace(best, candidates=candidates, rejected=_rejected(pricer, rejections))
+    explored = tuple(Candidate(layout, seconds, need) for seconds, _, layout, need in priced[:MOST_EXPLORED])
+    return replace(best, candidates=candidates, rejected=_rejected(pricer, rejections), explored=explored)
 
 
 def _degrees(pricer: Pricer, batch: int, precision: str, rejections: Rejections) -> Iterator[Layout]:
@@ -137,8 +140,9 @@ def _batches(pricer: Pricer, degrees: dict[str, int | str], sequences: int, reje
             yield layout
 
 
-def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[Layout]:
-    """``base`` with the memory savings that are worth pricing: for each recomputation the cheapest sharding that fits.
+def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[tuple[Layout, float]]:
+    """``base`` with the memory savings that are worth pricing, and their bytes: for each recomputation the cheapest
+    sharding that fits.
 
     Nothing else is looked at where plain sharding without recomputation fits.
     """
@@ -150,7 +154,7 @@ def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[L
             if need > pricer.cluster.chip.memory_bytes:
                 rejections.too_large.append((need, layout))
                 continue
-            yield layout
+            yield layout, need
             if policy == "none" and index == 0:
                 return
             break

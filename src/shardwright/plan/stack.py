@@ -33,6 +33,9 @@ class Stack:
     expert rank over the mean. ``step_seconds``: a constant part of each step. ``two_gradients``:
     working gradients are kept beside their fp32 sums. ``host_bandwidth``: link to the host for offload, bytes/s.
     ``reserve_*``: what a device holds beyond allocated bytes, a constant part (GiB) and a share.
+    Of serving engines: ``kv``, of the memory's bandwidth when the cache is read; ``request_seconds`` before a request is
+    computed; ``burst``, the share of requests that arrive together; ``skew``, the exponent of the
+    experts' popularity.
     """
 
     name: str = "default"
@@ -61,6 +64,10 @@ class Stack:
     host_bandwidth: float = 25e9
     reserve_gib: float = 1.5
     reserve_share: float = 0.03
+    kv: float = 0.7
+    request_seconds: float = 0.0
+    burst: float = 0.1
+    skew: float = 0.0
 
     def gemm(self, precision: str) -> float:
         """Share of the peak that matrix products reach in ``precision``; wider types as bf16."""
@@ -70,13 +77,15 @@ class Stack:
 @dataclass(frozen=True)
 class Fit:
     """Where a stack's constants come from: the rows, the fitted ``fields``, mean absolute errors in per cent on the
-    rows and on rows held out (0: not fitted)."""
+    rows and on rows held out (0: not fitted). Of step time; of TPOT (and of TTFT) for serving engines."""
 
     source: str
     fields: tuple[str, ...] = ()
     rows: int = 0
     mape: float = 0.0
     held_out_mape: float = 0.0
+    ttft_mape: float = 0.0
+    held_out_ttft_mape: float = 0.0
 
 
 _FIELDS = tuple(field.name for field in fields(Stack) if field.name != "name")
@@ -127,6 +136,19 @@ _DEFAULTS: Mapping[str, str] = {
     **dict.fromkeys(("H100", "H200", "H800"), "nemo-hopper"),
     **dict.fromkeys(("B200", "B300", "GB200", "GB300"), "bridge-blackwell-26b"),
 }
+
+
+_ENGINES: Mapping[str, str] = {
+    **dict.fromkeys(("H100", "H200", "H800"), "vllm-hopper"),
+    **dict.fromkeys(("B200", "B300", "GB200", "GB300"), "vllm-blackwell"),
+}
+_UNKNOWN_ENGINE = Stack(latency=0.3, step_seconds=6e-4, request_seconds=0.05, launch=2e-6)
+
+
+def serving_stack(chip: Chip) -> Stack:
+    """A serving engine fitted on this chip's generation, or plain guesses."""
+    name = _ENGINES.get(chip.name.split("-")[0])
+    return stack_of(name) if name else _UNKNOWN_ENGINE
 
 
 def default_stack(chip: Chip) -> Stack:

@@ -33,7 +33,7 @@ from shardwright.plan.compute import (
 )
 from shardwright.plan.memory import MemoryModel, in_flight, shard_ranks
 from shardwright.plan.network import Network
-from shardwright.plan.pipeline import StageTimes, makespan
+from shardwright.plan.pipeline import StageTimes, makespan, run_rows
 from shardwright.plan.stack import Stack, default_stack
 from shardwright.plan.stages import (
     Parameters,
@@ -44,6 +44,7 @@ from shardwright.plan.stages import (
     stages_of_rank,
 )
 from shardwright.plan.traffic import Message, Traffic, add_messages
+from shardwright.schedule.simulate import Timeline
 
 CONVENTION = "model FLOPs, causal attention (half of the square), head counted, embedding look-up and recomputation not"
 HOST_BYTES_PER_PARAMETER = 28
@@ -274,18 +275,29 @@ class Pricer:
             margin=self.margin,
         )
 
+    def timeline(self, layout: Layout, most: int) -> Timeline:
+        """The pipeline's rows on the clock, with at most ``most`` micro-batches (a multiple of pp where there are more)."""
+        shape = Shape.of(layout, self.seq)
+        traffic = Traffic(self.model, layout, shape, self.network, self.stack)
+        times = self._times(layout, self._stages(layout, traffic, shape)[0], traffic)
+        count = min(layout.microbatches, max(layout.pp, most // layout.pp * layout.pp))
+        return run_rows(layout.with_(microbatches=count), times)
+
+    def _times(self, layout: Layout, stages: Sequence[StageCost], traffic: Traffic) -> StageTimes:
+        stack = self.stack
+        return StageTimes(
+            tuple(stage.forward.seconds(stack) for stage in stages),
+            tuple(stage.backward.seconds(stack) for stage in stages),
+            tuple(stage.weight.seconds(stack) for stage in stages),
+            sum(message.seconds for message in traffic.boundary()) / 2,
+        )
+
     def _price(self, layout: Layout, *, exact: bool) -> tuple[StepTime, PipelineSummary, Ledger]:
         shape = Shape.of(layout, self.seq)
         traffic = Traffic(self.model, layout, shape, self.network, self.stack)
         stages, messages = self._stages(layout, traffic, shape)
         stack, p, m = self.stack, layout.pp, layout.microbatches
-        link = sum(message.seconds for message in traffic.boundary()) / 2
-        times = StageTimes(
-            tuple(stage.forward.seconds(stack) for stage in stages),
-            tuple(stage.backward.seconds(stack) for stage in stages),
-            tuple(stage.weight.seconds(stack) for stage in stages),
-            link,
-        )
+        times = self._times(layout, stages, traffic)
         span = makespan(layout, times, exact=exact)
         by_rank = [stages_of_rank(layout, rank) for rank in range(p)]
         work = [sum(times.of_rank(held)) for held in by_rank]
