@@ -1,4 +1,4 @@
-"""The command line: ``shardwright plan | train | verify | bench | generate | tokenize | schedule | convert``.
+"""The command line: ``shardwright plan | dryrun | train | verify | bench | generate | tokenize | schedule | convert``.
 
 Every verb takes ``--json`` (one JSON object on stdout, nothing else there). Exit codes: 0 done, 1 ran and the answer is
 "no", 2 the user's mistake, 3 a rank failed (named). torch is imported by the verbs that need it, in their ranks.
@@ -257,6 +257,28 @@ def plan_(
         if report is not None:
             print(f"report: {report}")
     raise typer.Exit(0 if made.plan.fits else 1)
+
+
+@app.command(epilog="Example: shardwright dryrun examples/llama-405b.toml --layout tp=8,pp=16,dp=128,zero=1,microbatches=64")
+def dryrun(
+    config: ConfigPath,
+    layout: LayoutText = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """The real training step with shapes only, for every pipeline stage of any world. Exit code 1: the closed form differs."""
+    settings = RunConfig.load(config, sets or (), layout)
+    from shardwright.train.dry_report import dry_report
+    from shardwright.train.dryrun import dry_run
+
+    console = Console(quiet=as_json)
+    with console.status("stage by stage") as status:
+        result = dry_run(settings, lambda done, of: status.update(f"{done} of {of} stages"))
+    if as_json:
+        _print_json(result.to_json())
+    else:
+        dry_report(console, result)
+    raise typer.Exit(0 if result.agrees else 1)
 
 
 @app.command("schedule", epilog="Example: shardwright schedule zb_v --stages 4 --microbatches 8")

@@ -110,8 +110,10 @@ def _figures(found: Sequence[Run]) -> dict[str, Any]:
     serving = [case for case in found if isinstance(case, ServingCase)]
     if not serving:
         return _group([case for case in found if not isinstance(case, ServingCase)])
-    result = {"rows": len(found), "priced": len(serving), "refused": {}, **serving_errors(serving)}
-    return result | result.get("all", {}).get("tpot", {})
+    result: dict[str, Any] = {"rows": len(found), "priced": len(serving), "refused": {}, **serving_errors(serving)}
+    if "all" in result:
+        result |= result["all"]["tpot"]
+    return result
 
 
 def _group(found: Sequence[Case | Refused]) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def _group(found: Sequence[Case | Refused]) -> dict[str, Any]:
     for case in found:
         if isinstance(case, Refused):
             continue
-        pricer = Pricer(case.model, case.cluster, case.seq, stack_of(case.stack))
+        pricer = Pricer(case.model, case.cluster, case.seq, case.stack_for(stack_of(case.stack)))
         try:
             plan = pricer.price(case.layout)
         except ShardwrightError as error:

@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from shardwright.errors import ShardwrightError
 from shardwright.plan.rows import Case, Refused
 from shardwright.plan.serving_rows import ServingCase, read_runs, serving_loss, unsaturated
-from shardwright.plan.stack import Stack, read_tables, stack_of, write_tables
+from shardwright.plan.stack import Stack, eager, read_tables, stack_of, write_tables
 from shardwright.plan.step_time import Pricer
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -28,12 +29,14 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "latency": (0.05, 20.0), "fused": (0.2, 2.5), "dp_overlap": (1e-3, 1.0), "tp_overlap": (1e-3, 0.95),
     "ep_overlap": (1e-3, 0.95), "p2p_overlap": (1e-3, 1.0), "contention": (1e-3, 1.0), "imbalance": (1.0, 1.5),
     "step_seconds": (1e-5, 5.0), "kv": (0.1, 1.0), "request_seconds": (1e-4, 1.0), "burst": (1e-3, 1.0),
-    "skew": (0.05, 2.5),
+    "skew": (0.05, 2.5), "quantise": (0.1, 16.0), "async_tp": (0.05, 1.0),
 }  # fmt: skip
 PULL = 0.03
 """Weight of the squared logarithm of a constant over its starting value."""
 FOLDS, MOST_ROWS, ROUNDS = 4, 120, 200
 SERVING_FOLDS = 3
+EXPERT_FIELDS = ("gemm_fp4", "grouped", "skew")
+"""Constants of serving engines that only models with experts tell."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class FitResult:
 
 def predict(case: Case, stack: Stack, *, exact: bool = False) -> float:
     """Seconds of a step of ``case``."""
-    pricer = Pricer(case.model, case.cluster, case.seq, stack)
+    pricer = Pricer(case.model, case.cluster, case.seq, case.stack_for(stack))
     return pricer.price(case.layout).step.seconds if exact else pricer.quick(case.layout)
 
 
@@ -63,10 +66,16 @@ def fit(cases: Sequence[Case], start: Stack, names: Sequence[str], rounds: int =
     measured = [case for case in cases if case.seconds]
     if not measured or not names:
         return start
-    bases = [(Pricer(case.model, case.cluster, case.seq, start), case.layout, case.seconds or 1.0) for case in measured]
+    bases = [
+        (Pricer(case.model, case.cluster, case.seq, start), case.layout, case.seconds or 1.0, case.eager)
+        for case in measured
+    ]
 
     def error(stack: Stack) -> float:
-        logs = (abs(log(base.with_stack(stack).quick(layout) / seconds)) for base, layout, seconds in bases)
+        logs = (
+            abs(log(base.with_stack(eager(stack) if case_eager else stack).quick(layout) / seconds))
+            for base, layout, seconds, case_eager in bases
+        )
         return sum(logs) / len(bases)
 
     return least(error, start, names, rounds)
@@ -144,14 +153,28 @@ def calibrate_serving(cases: Sequence[ServingCase], start: Stack, names: Sequenc
     rows = usable[:: -(-len(usable) // MOST_ROWS)]
 
     def fitted(some: Sequence[ServingCase], begin: Stack, rounds: int) -> Stack:
-        return least(lambda stack: serving_loss(some, stack), begin, names, rounds)
+        """Constants of dense models on their rows, then those of experts on the others."""
+        dense = [case for case in some if case.model.moe is None]
+        experts = [case for case in some if case.model.moe is not None]
+        common = [name for name in names if name not in EXPERT_FIELDS]
+        parts = (
+            ((dense, common), (experts, [name for name in names if name in EXPERT_FIELDS]))
+            if dense
+            else ((experts, names),)
+        )
+        for part, fields in parts:
+            if part and fields:
+                begin = least(partial(serving_loss, part), begin, fields, rounds)
+        return begin
 
     stack = fitted(rows, start, ROUNDS)
     held: list[tuple[float, float]] = []
     folds = min(SERVING_FOLDS, len(rows) // 2)
     for fold in range(folds):
         others = [case for index, case in enumerate(rows) if index % folds != fold]
-        held += [_serving_error(case, other) for other in [fitted(others, stack, ROUNDS // 4)] for case in rows[fold::folds]]
+        held += [
+            _serving_error(case, other) for other in [fitted(others, stack, ROUNDS // 4)] for case in rows[fold::folds]
+        ]
     own = [_serving_error(case, stack) for case in rows]
     found: dict[str, Any] = {"rows": len(rows)}
     for name, pairs in (("", own), ("held_out_", held)):
@@ -184,7 +207,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.out:  # after each stack: what is done stays done
                 options.out.write_text(write_tables(tables), encoding="utf-8")
             table_fit = table["fit"]
-            print(f"{name}: {table_fit['rows']} rows, {table_fit['mape']} %, held out {table_fit['held_out_mape']} %", flush=True)
+            print(
+                f"{name}: {table_fit['rows']} rows, {table_fit['mape']} %, held out {table_fit['held_out_mape']} %",
+                flush=True,
+            )
     except ShardwrightError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

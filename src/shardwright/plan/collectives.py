@@ -29,9 +29,7 @@ def held_units(model: ModelConfig, layout: Layout, rank: int = 0) -> list[str]:
     return [unit for stage in schedule.stages_of(layout.grid.coordinates(rank)["pp"]) for unit in stages[stage]]
 
 
-def gradient_buckets(
-    model: ModelConfig, layout: Layout, frozen: Sequence[str] = (), rank: int = 0
-) -> list[BucketPlan]:
+def gradient_buckets(model: ModelConfig, layout: Layout, frozen: Sequence[str] = (), rank: int = 0) -> list[BucketPlan]:
     """The buckets of one rank, without parameters whose name starts with one of ``frozen``."""
     members = bucket_members(model, layout, layout.grid.coordinates(rank), held_units(model, layout, rank))
     trained = [member for member in members if not (frozen and member.name.startswith(tuple(frozen)))]
@@ -47,9 +45,7 @@ def frozen_buckets(model: ModelConfig, layout: Layout, frozen: Sequence[str] = (
     return plan_buckets(kept, unit_names(model), layout.bucket_mb, by_unit=True, prefix="frozen")
 
 
-def predict_step(
-    model: ModelConfig, layout: Layout, seq_len: int, frozen: Sequence[str] = (), rank: int = 0
-) -> Ledger:
+def predict_step(model: ModelConfig, layout: Layout, seq_len: int, frozen: Sequence[str] = (), rank: int = 0) -> Ledger:
     """Bytes that ``rank`` sends in one optimizer step of micro-batches of ``layout.micro_batch`` x ``seq_len`` tokens.
 
     DDP (Li et al. 2020, section 3): 2 (N-1)/N of each bucket's bytes, once a step whatever the accumulation. Tensor and
@@ -217,7 +213,9 @@ def tensor_parallel_traffic(
     value = ACTIVATION_BYTES[layout.precision]
     wide = 8 if layout.precision == "fp64" else 4
     count, layers = layout.microbatches, sum(unit.startswith("blocks.") for unit in held)
-    chunks = [chunk.stop - chunk.start for chunk in chunk_slices(tokens // tp if sequence else tokens, layout.tp_overlap)]
+    chunks = [
+        chunk.stop - chunk.start for chunk in chunk_slices(tokens // tp if sequence else tokens, layout.tp_overlap)
+    ]
 
     def add(phase: str, verb: str, name: str, messages: Sequence[int], width: int, times: int = 1) -> None:
         if not times:

@@ -14,9 +14,9 @@ from shardwright.core.plan import Plan
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.plan.compute import OPERAND_BYTES
 from shardwright.plan.explain import assumptions, dropped_terms
+from shardwright.plan.search import default_global_batch, price_with_neighbours, search
 from shardwright.plan.serve_search import ServingPlan, Target, plan_serving
 from shardwright.plan.serving import Load, ServingPricer
-from shardwright.plan.search import default_global_batch, price_with_neighbours, search
 from shardwright.plan.stack import Fit, default_stack, fit_of, serving_stack
 from shardwright.plan.step_time import Pricer
 

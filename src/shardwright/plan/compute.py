@@ -92,6 +92,10 @@ class Kernels:
         cost = self.cost
         cost.forward += self.gemm_seconds(m, n, k, groups, precision)
         cost.backward_input += self.gemm_seconds(m, k, n, groups, precision)
+        if self.stack.quantise and (precision or self.precision) in ("fp8", "fp4"):
+            rate = self.stack.quantise / self._memory_rate
+            cost.forward += groups * (m + n) * k * rate
+            cost.backward_input += groups * m * n * rate
         cost.backward_weight += self.gemm_seconds(n, k, m, groups, precision)
         cost.flops_forward += 2.0 * m * n * k * groups
         cost.flops_backward += 4.0 * m * n * k * groups

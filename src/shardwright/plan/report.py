@@ -49,8 +49,8 @@ def html_report(plan: Plan, pricer: Pricer) -> str:
     )
     figures = [
         ("Memory per pipeline stage", _memory_note(plan), memory_bars(plan)),
-        ("The step", "Seconds, from the first kernel to the last; each bar begins where the one above ends.", waterfall(plan)),
-        ("Traffic per link", "Seconds of the slowest stage's messages in one step, by axis; dark: nothing hides them.", traffic(plan)),
+        ("The step", "Each bar begins where the one above ends.", waterfall(plan)),
+        ("Traffic per link", "Seconds of the slowest stage's messages in a step; dark: nothing hides them.", traffic(plan)),
     ]  # fmt: skip
     if plan.layout.pp > 1:
         figures.insert(1, ("The pipeline", _pipeline_note(plan), pipeline(plan, pricer)))
@@ -77,12 +77,15 @@ def _rows(candidates: Sequence[Candidate]) -> list[tuple[str, str, str, str]]:
 
 def _memory_note(plan: Plan) -> str:
     more = len(plan.memory) - SHOWN_STAGES
-    return "GiB allocated, heaviest stage first; the line is the GPU's memory." + (f" {more} lighter stages are not shown." if more > 0 else "")
+    rest = f" {more} lighter stages are not shown." if more > 0 else ""
+    return f"GiB allocated, heaviest stage first; the line is the GPU's memory.{rest}"
 
 
 def _pipeline_note(plan: Plan) -> str:
     shown = min(plan.pipeline.microbatches, SHOWN_MICRO_BATCHES)
-    return f"{plan.pipeline.schedule}, the first of {plan.pipeline.microbatches} micro-batches; about {shown} are drawn."
+    return (
+        f"{plan.pipeline.schedule}, the first of {plan.pipeline.microbatches} micro-batches; about {shown} are drawn."
+    )
 
 
 # -- pictures --------------------------------------------------------------------------------------
@@ -110,7 +113,10 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 def _legend(names: dict[str, str], y: float) -> list[str]:
     parts, x = [], float(LEFT)
     for name, colour in names.items():
-        parts += [f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="12" height="12" fill="{colour}"/>', _text(x + 16, y, name)]
+        parts += [
+            f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="12" height="12" fill="{colour}"/>',
+            _text(x + 16, y, name),
+        ]
         x += 30 + 8 * len(name)
     return parts
 
@@ -130,7 +136,9 @@ def memory_bars(plan: Plan) -> str:
             x += size * scale
         parts.append(_text(x + 6, y + 13, f"{stage.total / GIB:.1f}"))
     limit, height = LEFT + plan.capacity * scale, 6 + len(stages) * ROW
-    parts.append(f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="{height}" stroke="#c0362c" stroke-dasharray="4 3"/>')
+    parts.append(
+        f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="{height}" stroke="#c0362c" stroke-dasharray="4 3"/>'
+    )
     return _svg(height + 26, [*parts, *_legend(CLASSES, height + 18)], "memory by class")
 
 
@@ -166,7 +174,9 @@ def traffic(plan: Plan) -> str:
             _text(LEFT - 8, y + 13, f"{link or 'none'}: {axis}", "end"),
             _bar(LEFT, y, seconds * scale, "#f4b9a7", f"{seconds:.4g} s"),
             _bar(LEFT, y, exposed * scale, "#e8684a", f"exposed {exposed:.4g} s"),
-            _text(LEFT + seconds * scale + 6, y + 13, f"{sent / 1e9:,.2f} GB, {seconds:.3g} s, {exposed:.3g} s exposed"),
+            _text(
+                LEFT + seconds * scale + 6, y + 13, f"{sent / 1e9:,.2f} GB, {seconds:.3g} s, {exposed:.3g} s exposed"
+            ),
         ]
     return _svg(12 + max(1, len(sums)) * ROW, parts or [_text(LEFT, 20, "no messages")], "traffic per link")
 
@@ -195,7 +205,10 @@ def frontier(plan: Plan) -> str:
     ]  # fmt: skip
     for num_bytes, seconds, name in points:
         x, y = place(num_bytes, seconds)
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#5b8ff9" opacity="0.5"><title>{escape(name)}: {seconds:.3g} s</title></circle>')
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#5b8ff9" opacity="0.5">'
+            f"<title>{escape(name)}: {seconds:.3g} s</title></circle>"
+        )
     best, corners = float("inf"), []
     for num_bytes, seconds, _ in sorted(points):
         if seconds < best:

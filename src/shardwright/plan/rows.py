@@ -19,6 +19,7 @@ from shardwright.core.layout import Layout
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.presets import preset
 from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.plan.stack import Stack, eager
 
 Row = Mapping[str, str]
 
@@ -41,6 +42,12 @@ class Case:
     out_of_memory: bool = False
     family: str = ""
     memory_gib: float | None = None
+    eager: bool = False
+    """Without a compiler, where the stack's other rows have one."""
+
+    def stack_for(self, stack: Stack) -> Stack:
+        """``stack`` as this run used it."""
+        return eager(stack) if self.eager else stack
 
 
 @dataclass(frozen=True)
@@ -184,7 +191,7 @@ def _published_case(row: Row, group: str, stack: str, label: str) -> Case:
     layout = _layout(row, model, stack)
     seq = int(row["seq_len"] or (2048 if "GPT" in row["model"] else 4096))
     cluster = node_cluster(chip, int(row["n_gpus"]), _per_node(row, chip), _inter(row))
-    oom = "OOM" in row["notes"]
+    oom = "OOM" in row["notes"] and not row["tokens_per_s_per_gpu"]
     seconds = None if oom else _seconds(row, model, layout, seq)
     kind = " MoE" if model.moe is not None else ""
     memory = float(row["mem_gb_per_gpu"]) if row["mem_gb_per_gpu"] else None
@@ -202,6 +209,7 @@ def _published_case(row: Row, group: str, stack: str, label: str) -> Case:
         out_of_memory=oom,
         family=f"{row['source'][:40]} {row['model']} {row['n_gpus']} {row['gpu']} {row['global_batch']} {row['precision']} {seq}",
         memory_gib=memory,
+        eager=bool(re.search(r"\beager\b|no compile|compile off", row["notes"])),
     )
 
 
@@ -311,13 +319,15 @@ def _layout(row: Row, model: ModelConfig, stack: str) -> Layout:
     if stack == "torchtitan" and pp > 1:  # the column holds a rank's whole batch, which the schedule cuts into ones
         micro = 1
     sharded = sharding.startswith(("fsdp", "zero3")) and sharding != "no fsdp"
-    if "interleaved" in row["notes"] and not row["vpp"]:
-        virtual = model.num_layers // pp
+    notes = row["notes"].lower()
+    if "interleaved" in notes and not row["vpp"]:
+        virtual = 2 if stack == "torchtitan" else model.num_layers // pp  # torchtitan's own default
     virtual = min(virtual, model.num_layers // pp) if pp > 1 else 1
+    schedule = "interleaved_zb" if "interleavedzerobubble" in notes else "interleaved"
     return Layout(
         tp=tp, pp=pp, cp=cp, ep=ep, dp=dp,
         virtual=virtual,
-        schedule="interleaved" if virtual > 1 else "1f1b",
+        schedule=schedule if virtual > 1 else "1f1b",
         stages=_stages(model.num_layers, pp * virtual),
         zero=0 if sharding in ("ddp", "none") or "zero0" in sharding else 3 if sharded else 1,
         micro_batch=micro,

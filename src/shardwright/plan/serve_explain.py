@@ -63,10 +63,10 @@ def serving_in_words(plan: ServingPlan) -> Iterator[str]:
     """What a decode step spends its time on, what the cache holds, and how few GPUs the weights need."""
     price, times = plan.price, plan.price.times
     share = times.communication_seconds / times.decode_seconds
+    others = 1e3 * (times.tpot_seconds - times.decode_seconds)
     yield (
         f"A decode step takes {1e3 * times.decode_seconds:.2f} ms, {share:.0%} of it messages; a prompt takes "
-        f"{1e3 * times.prefill_seconds:.0f} ms, and prompts of others add {1e3 * (times.tpot_seconds - times.decode_seconds):.2f} "
-        "ms to each token."
+        f"{1e3 * times.prefill_seconds:.0f} ms, and prompts of others add {others:.2f} ms to each token."
     )
     if times.running < plan.load.concurrency:
         yield (

@@ -174,7 +174,9 @@ def plan_serving(
         )
     priced.sort(key=lambda price: (bool(target.missed(price)), target.cost(price), str(price.layout)))
     best = priced[0]
-    rejected += [Candidate(p.layout, p.times.tpot_seconds, reason=target.missed(p)) for p in priced[1:] if target.missed(p)]
+    rejected += [
+        Candidate(p.layout, p.times.tpot_seconds, reason=target.missed(p)) for p in priced[1:] if target.missed(p)
+    ]
     return ServingPlan(
         pricer.model, pricer.cluster, load, target, best,
         tuple(pricer.messages(best.layout, best.times.running / best.layout.dp / best.layout.pp)),
@@ -241,10 +243,9 @@ def _assumptions(pricer: ServingPricer, price: ServingPrice, load: Load, fit: Fi
     else:
         lines.append("constants of the engine are guesses, not fitted on runs")
     if pricer.model.moe is not None:
-        lines.append("experts are chosen evenly at random; 4-bit checkpoints hold the experts in 4 bits and the rest in bf16")
+        lines.append("experts are chosen by popularity; 4-bit checkpoints hold experts in 4 bits, the rest in bf16")
     return tuple(lines)
 
 
 def _dropped() -> tuple[str, ...]:
-    return ("prefix reuse", "speculative decoding", "preemption and swapping", "tokenising and sampling beyond the request's share")
-
+    return ("prefix reuse", "speculative decoding", "preemption and swapping", "a queue before the engine")

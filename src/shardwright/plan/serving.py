@@ -363,9 +363,9 @@ def touched_share(num_experts: int, top_k: int, tokens: float, skew: float) -> f
     Real routers prefer some experts: of few tokens' choices more fall together than with even ones (skew 0), and fewer
     weights are read. Choices of different tokens count as independent, and no expert takes more than all tokens.
     """
-    weights = [rank**-skew for rank in range(1, num_experts + 1)]
+    weights = [float(rank) ** -skew for rank in range(1, num_experts + 1)]
     total = sum(weights)
-    missed = sum((1 - min(1.0, top_k * weight / total)) ** tokens for weight in weights)
+    missed: float = sum((1 - min(1.0, top_k * weight / total)) ** tokens for weight in weights)
     return 1 - missed / num_experts
 
 
@@ -374,5 +374,3 @@ def fewest_gpus(model: ModelConfig, cluster: Cluster, precision: str) -> int:
     pricer = ServingPricer(model, cluster, Stack())
     weights = pricer.weight_bytes(Layout(precision=precision))
     return least_gpus(weights, cluster.chip.memory_bytes * MEMORY_SHARE)
-
-

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from typing import Any
 
@@ -27,8 +27,12 @@ class Stack:
     its kernels).
     ``intra``, ``inter``: of the links' bandwidth; ``latency``: factor on the links' latency. ``flash``: attention is one
     kernel that keeps no scores. ``fused``: share of the memory traffic of element-wise work that fusion leaves.
-    ``dp_overlap``, ``tp_overlap``, ``ep_overlap``, ``p2p_overlap``: share of the compute that hides communication
-    (tp: of the communication). ``contention``: by how much compute slows while communication runs beside it.
+    ``quantise``: bytes of traffic per element of an fp8 or fp4 product's operands for casts, scales and transposed copies.
+    ``selective_repeats``: share of a forward that ``recompute=selective`` repeats beside fused attention (per-operator
+    policies keep every second product).
+    ``dp_overlap``: rate of gathers and reductions beside compute (0: none). ``tp_overlap``, ``ep_overlap``,
+    ``p2p_overlap``: share of those messages that is hidden; ``async_tp``: of what ``tp_overlap`` chunks of a layout could
+    hide, the share that is. ``contention``: by how much compute slows while communication runs beside it.
     ``scatter_gather``: stage boundaries are sent in tp pieces without sequence parallelism too. ``imbalance``: busiest
     expert rank over the mean. ``step_seconds``: a constant part of each step. ``two_gradients``:
     working gradients are kept beside their fp32 sums. ``host_bandwidth``: link to the host for offload, bytes/s.
@@ -52,8 +56,11 @@ class Stack:
     latency: float = 1.0
     flash: bool = True
     fused: float = 0.7
+    quantise: float = 0.0
+    selective_repeats: float = 0.0
     dp_overlap: float = 0.9
     tp_overlap: float = 0.0
+    async_tp: float = 1.0
     ep_overlap: float = 0.0
     p2p_overlap: float = 0.9
     contention: float = 0.0
@@ -149,6 +156,16 @@ def serving_stack(chip: Chip) -> Stack:
     """A serving engine fitted on this chip's generation, or plain guesses."""
     name = _ENGINES.get(chip.name.split("-")[0])
     return stack_of(name) if name else _UNKNOWN_ENGINE
+
+
+EAGER_TRAFFIC = 2.0
+"""Element-wise traffic without a compiler over that with one: each operator reads and writes by itself (a norm takes 3
+passes for 1.5, a gated activation 8 for 4, by counting)."""
+
+
+def eager(stack: Stack) -> Stack:
+    """The same software without a compiler that fuses element-wise work."""
+    return replace(stack, fused=stack.fused * EAGER_TRAFFIC)
 
 
 def default_stack(chip: Chip) -> Stack:

@@ -27,7 +27,7 @@ from shardwright.core.plan import StageMemory
 from shardwright.core.run_config import RunConfig
 from shardwright.model.context import Context
 from shardwright.ops.attention import CausalAttend
-from shardwright.ops.gradients import slot_of
+from shardwright.ops.gradients import GradSlot, slot_of
 from shardwright.parallel.pipeline import Executor, MicroBatch
 from shardwright.plan.collectives import predict_step
 from shardwright.train.data import MicroBatch as Batch
@@ -45,9 +45,13 @@ class UnitTrace:
     """Bytes that its backward holds on to; with full recomputation while it runs only."""
     deferred: int = 0
     """Bytes that its weight gradients hold on to between B and W."""
+    writes_at_once: bool = False
+    """Whether some gradients are written in B although the others wait for W (norms)."""
     flops_forward: float = 0.0
     flops_backward: float = 0.0
     flops_weights: float = 0.0
+    attention: float = 0.0
+    """Of ``flops_forward`` the part in scores and values; backward has twice as many."""
 
 
 @dataclass
@@ -123,7 +127,7 @@ def dry_run(config: RunConfig, progress: Callable[[int, int], None] | None = Non
 def dry_stage(config: RunConfig, rank: int, stage: int) -> DryStage:
     """One step of ``rank``, which is in pipeline rank ``stage``."""
     layout, seq = config.layout, config.data.seq_len
-    trainer = Trainer(config, Mesh.dry(layout, rank), "meta")
+    trainer = DryTrainer(config, Mesh.dry(layout, rank), "meta")
     executor = DryExecutor.like(trainer.executor)
     trainer.executor = executor
     trainer.mesh.recorder.take()
@@ -147,6 +151,17 @@ def dry_stage(config: RunConfig, rank: int, stage: int) -> DryStage:
     differences = [f"stage {stage}: {line}" for line in closed.differences(ledger)]
     count = sum(parameter.numel() for parameter in trainer.parameters.values())
     return DryStage(memory, ledger, count, executor.flops, differences)
+
+
+class DryTrainer(Trainer):
+    """A `Trainer` that makes the context of equal micro-batches once."""
+
+    def context(self, batch: Batch, step: int, *, training: bool = True) -> Context:
+        """As `Trainer.context`; a batch that was seen before has the same one."""
+        seen: dict[int, Context] = self.__dict__.setdefault("_contexts", {})
+        if id(batch) not in seen:
+            seen[id(batch)] = super().context(batch, step, training=training)
+        return seen[id(batch)]
 
 
 class DryExecutor(Executor):
@@ -214,13 +229,13 @@ class DryExecutor(Executor):
 
         attend = microbatch.attend if isinstance(microbatch, Context) else None
         before = attend.flops if isinstance(attend, FusedAttend) else 0.0
-        with self._watched() as entries, self._counter as counter:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                y: Tensor = super()._unit_forward(stage, m, name, x)
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with self._watched() as entries, self._counter as counter, hooks:
+            y: Tensor = super()._unit_forward(stage, m, name, x)
         attention = attend.flops - before if isinstance(attend, FusedAttend) else 0.0
         trace.forward, trace.output = entries, torch.empty_like(y)
         trace.flops_forward = counter.get_total_flops() + attention
-        trace.flops_backward = 2 * attention
+        trace.attention = attention
         last = name == list(self.stages[stage].units)[-1]
         excluded = known - {_storage(x)} | ({_storage(y)} if not last or y.dim() == 0 else set())
         if last and y.dim() > 0:
@@ -234,6 +249,8 @@ class DryExecutor(Executor):
             gradient = self._traced_backward(stage, m, name, x, y, gradient)
         else:
             self._book(trace.backward, "B")
+            if trace.writes_at_once:
+                _mark_written(self.stages[stage].units[name])
             queue.submit(lambda: _mark_written(self.stages[stage].units[name]))
             gradient = torch.empty_like(x) if x.is_floating_point() else gradient
         self.flops += trace.flops_backward + trace.flops_weights
@@ -250,10 +267,11 @@ class DryExecutor(Executor):
             gradient = super()._unit_backward(stage, m, name, x, y, gradient)
         writes = queue.take()
         queue.defer = deferred
+        trace.writes_at_once = any(slot.written for slot in _slots(self.stages[stage].units[name]))
         trace.backward = entries
         known = {_storage(tensor) for tensor in _tensors_of(self.stages[stage].units[name])}
         trace.deferred = _bytes(list(_tensors_in(writes)), known)
-        trace.flops_backward += counter.get_total_flops()
+        trace.flops_backward = counter.get_total_flops() + 2 * trace.attention
 
         def write_all() -> None:
             with self._counter as counter:
@@ -298,14 +316,17 @@ class DryExecutor(Executor):
                 kept.add(*entry.key, entry.bytes, count=entry.count)
 
 
+def _slots(unit: object) -> list[GradSlot]:
+    assert isinstance(unit, nn.Module)
+    slots = (slot_of(parameter) for parameter in unit.parameters() if parameter.requires_grad)
+    return [slot for slot in slots if slot is not None]
+
+
 def _mark_written(unit: object) -> None:
     """Give every gradient of ``unit`` its buffer, as a backward does."""
-    assert isinstance(unit, nn.Module)
-    for parameter in unit.parameters():
-        slot = slot_of(parameter)
-        if slot is not None and parameter.requires_grad:
-            _ = slot.view
-            slot.written = True
+    for slot in _slots(unit):
+        _ = slot.view
+        slot.written = True
 
 
 # -- storages ----------------------------------------------------------------------------------------------
