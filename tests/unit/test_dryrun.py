@@ -16,17 +16,15 @@ from shardwright.train.dryrun import DryExecutor, dry_run, dry_stage
 from shardwright.verify.parity import dry_step, first_of_each_stage
 
 MODEL = {
-    "vocab_size": 64, "dim": 32, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_positions": 64,
+    "vocab_size": 64, "dim": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_positions": 64,
 }  # fmt: skip
 GRID = (
     "dp=3,zero=1,microbatches=2",
-    "tp=2,pp=4,dp=2,microbatches=5",
-    "pp=4,schedule=gpipe,microbatches=3,zero=3,dp=2",
-    "tp=2,pp=2,dp=2,zero=3,schedule=zb_h1,microbatches=4,accumulate=reduce",
-    "pp=2,schedule=zb_v,microbatches=5,dp=4,zero=2,accumulate=reduce,dp_replicate=2",
-    "pp=2,virtual=2,schedule=interleaved,microbatches=4,recompute=full,tp=2",
-    "pp=2,schedule=dualpipe_v,microbatches=6,zero=3,dp=2,reshard=after_backward",
-    "pp=8,dp=512,tp=2,zero=1,microbatches=3,precision=bf16,recompute=full",
+    "tp=2,pp=2,dp=2,zero=3,schedule=zb_h1,microbatches=3,accumulate=reduce",
+    "pp=2,schedule=zb_v,microbatches=4,dp=4,zero=2,accumulate=reduce,dp_replicate=2",
+    "pp=2,virtual=2,schedule=interleaved,microbatches=2,recompute=full,tp=2",
+    "pp=2,schedule=dualpipe_v,microbatches=4,zero=3,dp=2,reshard=after_backward",
+    "pp=4,dp=512,tp=2,zero=1,microbatches=2,precision=bf16,recompute=full",
 )
 
 
@@ -53,7 +51,7 @@ def test_the_first_micro_batch_tells_what_all_do(layout: str, monkeypatch: pytes
     short = dry_run(run)
     monkeypatch.setattr(dryrun, "DryExecutor", FullReplay)
     for stage, rank in enumerate(first_of_each_stage(run.layout)):
-        if stage not in (0, run.layout.pp - 1):
+        if stage != run.layout.pp - 1:
             continue
         full, found = dry_stage(run, rank, stage), short.stages[stage]
         assert found.ledger.differences(full.ledger) == []
@@ -77,16 +75,16 @@ def test_activations_follow_the_schedule() -> None:
     peaks = {}
     for schedule, m in (("gpipe", 6), ("1f1b", 6), ("1f1b", 12)):
         run = config(f"pp=4,schedule={schedule},microbatches={m}", vocab_size=32)
-        peaks[schedule, m] = [stage.memory.activations for stage in dry_run(run).stages]
-    middle = peaks["gpipe", 6][1] // 6  # one micro-batch of a stage without ends
-    assert peaks["1f1b", 6][1] == middle * in_flight(config("pp=4,microbatches=6").layout, 1) == 3 * middle
+        peaks[schedule, m] = dry_stage(run, 1, 1).memory.activations
+    middle = peaks["gpipe", 6] // 6  # one micro-batch of a stage without ends
+    assert peaks["1f1b", 6] == middle * in_flight(config("pp=4,microbatches=6").layout, 1) == 3 * middle
     assert peaks["1f1b", 12] == peaks["1f1b", 6]
 
 
 def test_activation_bytes_of_a_layer_are_counted_by_storage() -> None:
-    run = config("pp=8,microbatches=1,precision=bf16")
+    run = config("pp=4,microbatches=1,precision=bf16")
     tokens = Shape.of(run.layout, 16).tokens
-    stage = dry_run(run).stages[3]
+    stage = dry_stage(run, 2, 2)
     dim, ffn, heads, kv = MODEL["dim"], MODEL["ffn_dim"], MODEL["num_heads"], MODEL["num_kv_heads"]
     width = dim // heads
     norms = 2 * (2 * dim) + 2 * 4  # inputs of both norms and an fp32 factor each

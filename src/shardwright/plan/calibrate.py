@@ -20,7 +20,7 @@ from typing import Any
 from shardwright.errors import ShardwrightError
 from shardwright.plan.rows import Case, Refused
 from shardwright.plan.serving_rows import ServingCase, read_runs, serving_loss, unsaturated
-from shardwright.plan.stack import Stack, eager, read_tables, stack_of, write_tables
+from shardwright.plan.stack import Stack, read_tables, stack_of, write_tables
 from shardwright.plan.step_time import Pricer
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -66,17 +66,11 @@ def fit(cases: Sequence[Case], start: Stack, names: Sequence[str], rounds: int =
     measured = [case for case in cases if case.seconds]
     if not measured or not names:
         return start
-    bases = [
-        (Pricer(case.model, case.cluster, case.seq, start), case.layout, case.seconds or 1.0, case.eager)
-        for case in measured
-    ]
+    bases = [(Pricer(case.model, case.cluster, case.seq, start), case, case.seconds or 1.0) for case in measured]
 
     def error(stack: Stack) -> float:
-        logs = (
-            abs(log(base.with_stack(eager(stack) if case_eager else stack).quick(layout) / seconds))
-            for base, layout, seconds, case_eager in bases
-        )
-        return sum(logs) / len(bases)
+        found = ((base.with_stack(case.stack_for(stack)).quick(case.layout), seconds) for base, case, seconds in bases)
+        return sum(abs(log(predicted / seconds)) for predicted, seconds in found) / len(bases)
 
     return least(error, start, names, rounds)
 

@@ -151,7 +151,7 @@ def layer_activation_bytes(
         total += _expert_bytes(model, shape, size)
     else:
         total += size * tokens * (3 if model.activation == "swiglu" else 2) * model.ffn_dim / tp
-    return kept * total + (1 - kept) * size * tokens * hidden / split
+    return kept * stack.saved * total + (1 - kept) * size * tokens * hidden / split
 
 
 def _attention_bytes(model: ModelConfig, shape: Shape, size: int, statistics: int) -> float:

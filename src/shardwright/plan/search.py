@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 from shardwright.core.cluster import Cluster
@@ -81,6 +82,24 @@ def search(
     candidates = tuple(Candidate(p.layout, p.step.seconds, p.memory[0].total) for p in plans[:top])
     explored = tuple(Candidate(layout, seconds, need) for seconds, _, layout, need in priced[:MOST_EXPLORED])
     return replace(best, candidates=candidates, rejected=_rejected(pricer, rejections), explored=explored)
+
+
+def exhaustive(pricer: Pricer, batch: int, precision: str = "bf16") -> Plan:
+    """The fastest of all layouts of the search's space that fit, each with every memory saving and both rank orders, by
+    the schedule's rows: what the search's shortcuts are measured against. Slow; for small clusters.
+    """
+    best: Plan | None = None
+    for base in _degrees(pricer, batch, precision, Rejections()):
+        for policy, sharding in product(("none", "selective", "full"), _shardings(base)):
+            layout = base.with_(recompute=policy, **sharding)
+            if pricer.peak_bytes(layout) > pricer.cluster.chip.memory_bytes:
+                continue
+            for plan in _refined(pricer, [layout]):
+                if best is None or plan.step.seconds < best.step.seconds:
+                    best = plan
+    if best is None:
+        raise ConfigError(f"no layout of {pricer.model.name} fits {pricer.cluster.world_size} GPUs; use more")
+    return best
 
 
 def _degrees(pricer: Pricer, batch: int, precision: str, rejections: Rejections) -> Iterator[Layout]:
@@ -193,8 +212,11 @@ def _rejected(pricer: Pricer, rejections: Rejections) -> tuple[Candidate, ...]:
         for need, layout in nearest
     ]
     found.sort(key=lambda candidate: (candidate.seconds or 0.0, str(candidate.layout)))
+    shown = [
+        replace(near, reason=near.reason + remedy(pricer, near.layout)) for near in found[:NEAR_MISSES] if near.layout
+    ]
     others = rejections.reasons.items()
-    return (*found[:NEAR_MISSES], *(Candidate(None, reason=f"{reason} ({count} layouts)") for reason, count in others))
+    return (*shown, *(Candidate(None, reason=f"{reason} ({count} layouts)") for reason, count in others))
 
 
 def _nothing_legal(pricer: Pricer, batch: int, rejections: Rejections) -> str:
@@ -224,6 +246,19 @@ def neighbours(layout: Layout) -> list[Layout]:
         except LayoutError:
             continue
     return found
+
+
+def remedy(pricer: Pricer, layout: Layout) -> str:
+    """The first change that makes ``layout`` fit, in words for the end of a sentence; empty where none does."""
+    for other in neighbours(layout):
+        try:
+            pricer.check(other)
+        except LayoutError:
+            continue
+        if pricer.peak_bytes(other) <= pricer.cluster.chip.memory_bytes:
+            changed = [f for f in fields(Layout) if getattr(other, f.name) != getattr(layout, f.name)]
+            return "; fits with " + ", ".join(f"{f.name}={getattr(other, f.name)}" for f in changed)
+    return ""
 
 
 def price_with_neighbours(pricer: Pricer, layout: Layout, top: int = 5) -> Plan:

@@ -29,7 +29,8 @@ class Stack:
     kernel that keeps no scores. ``fused``: share of the memory traffic of element-wise work that fusion leaves.
     ``quantise``: bytes of traffic per element of an fp8 or fp4 product's operands for casts, scales and transposed copies.
     ``selective_repeats``: share of a forward that ``recompute=selective`` repeats beside fused attention (per-operator
-    policies keep every second product).
+    policies keep every second product). ``saved``: what autograd keeps of a layer over the formula's bytes (unfused norms,
+    casts, rotary copies).
     ``dp_overlap``: rate of gathers and reductions beside compute (0: none). ``tp_overlap``, ``ep_overlap``,
     ``p2p_overlap``: share of those messages that is hidden; ``async_tp``: of what ``tp_overlap`` chunks of a layout could
     hide, the share that is. ``contention``: by how much compute slows while communication runs beside it.
@@ -58,6 +59,7 @@ class Stack:
     fused: float = 0.7
     quantise: float = 0.0
     selective_repeats: float = 0.0
+    saved: float = 1.0
     dp_overlap: float = 0.9
     tp_overlap: float = 0.0
     async_tp: float = 1.0

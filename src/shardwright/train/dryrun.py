@@ -45,8 +45,8 @@ class UnitTrace:
     """Bytes that its backward holds on to; with full recomputation while it runs only."""
     deferred: int = 0
     """Bytes that its weight gradients hold on to between B and W."""
-    writes_at_once: bool = False
-    """Whether some gradients are written in B although the others wait for W (norms)."""
+    written_at_once: list[int] = field(default_factory=list)
+    """Of its gradients those that are written in B although the others wait for W (norms)."""
     flops_forward: float = 0.0
     flops_backward: float = 0.0
     flops_weights: float = 0.0
@@ -249,9 +249,9 @@ class DryExecutor(Executor):
             gradient = self._traced_backward(stage, m, name, x, y, gradient)
         else:
             self._book(trace.backward, "B")
-            if trace.writes_at_once:
-                _mark_written(self.stages[stage].units[name])
-            queue.submit(lambda: _mark_written(self.stages[stage].units[name]))
+            slots = _slots(self.stages[stage].units[name])
+            _mark_written(slots[index] for index in trace.written_at_once)
+            queue.submit(lambda: _mark_written(slots))
             gradient = torch.empty_like(x) if x.is_floating_point() else gradient
         self.flops += trace.flops_backward + trace.flops_weights
         self._hold(-trace.saved - (x.nbytes if self.recompute == "full" else 0))
@@ -267,7 +267,8 @@ class DryExecutor(Executor):
             gradient = super()._unit_backward(stage, m, name, x, y, gradient)
         writes = queue.take()
         queue.defer = deferred
-        trace.writes_at_once = any(slot.written for slot in _slots(self.stages[stage].units[name]))
+        slots = _slots(self.stages[stage].units[name])
+        trace.written_at_once = [index for index, slot in enumerate(slots) if slot.written]
         trace.backward = entries
         known = {_storage(tensor) for tensor in _tensors_of(self.stages[stage].units[name])}
         trace.deferred = _bytes(list(_tensors_in(writes)), known)
@@ -322,9 +323,9 @@ def _slots(unit: object) -> list[GradSlot]:
     return [slot for slot in slots if slot is not None]
 
 
-def _mark_written(unit: object) -> None:
-    """Give every gradient of ``unit`` its buffer, as a backward does."""
-    for slot in _slots(unit):
+def _mark_written(slots: Iterable[GradSlot]) -> None:
+    """Give gradients their buffers, as a backward does."""
+    for slot in slots:
         _ = slot.view
         slot.written = True
 
