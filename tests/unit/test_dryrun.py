@@ -36,9 +36,9 @@ def config(layout: str, **model: Any) -> RunConfig:
 class FullReplay(DryExecutor):
     """Every micro-batch runs its units."""
 
-    def _unit_forward(self, stage: int, m: int, name: str, x: Tensor) -> Tensor:
+    def _unit_forward(self, stage: int, m: int, name: str, x: Tensor, *, again: bool = False) -> Tensor:
         self.first[stage] = m
-        return super()._unit_forward(stage, m, name, x)
+        return super()._unit_forward(stage, m, name, x, again=again)
 
     def _unit_backward(self, stage: int, m: int, name: str, x: Tensor, y: Tensor, gradient: Tensor) -> Tensor:
         self.first[stage] = m

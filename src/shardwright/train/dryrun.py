@@ -135,8 +135,8 @@ def dry_stage(config: RunConfig, rank: int, stage: int) -> DryStage:
     shape = torch.empty(tokens, dtype=torch.int64, device="meta")
     batch = Batch(shape, shape, shape, shape, (seq,) * layout.micro_batch, tokens, ())
     ledger = trainer.step([batch] * layout.microbatches, 0).ledger
-    held, peak = trainer.memory(), trainer.peak_memory()
-    parts = {"gathered units": peak["gathered"], "gradient buffers": peak["gradient_buffers"],
+    held, peak = trainer.memory(), ledger.peak
+    parts = {"gathered units": peak["gathered"], "buffers of gradients": peak["buffers"],
              "stage boundaries": executor.boundary_bytes()}  # fmt: skip
     memory = StageMemory(
         stage=stage,
@@ -184,6 +184,7 @@ class DryExecutor(Executor):
         return cls(
             other.schedule, other.stages, other.pp, other.reducer, other.recorder, recompute=other.recompute,
             dtype=other.dtype, token_shards=other.token_shards, reduce_each=other.reduce_each, weights=other.weights,
+            sides=other.sides,
         )  # fmt: skip
 
     def run(self, microbatches: Sequence[MicroBatch], loss_scale: Tensor) -> Tensor:
@@ -201,11 +202,10 @@ class DryExecutor(Executor):
 
     # -- units -------------------------------------------------------------------------------------------
 
-    def _unit_forward(self, stage: int, m: int, name: str, x: Tensor) -> Tensor:
-        again = self.recompute == "full" and torch.is_grad_enabled()
+    def _unit_forward(self, stage: int, m: int, name: str, x: Tensor, *, again: bool = False) -> Tensor:
         trace = self.traces.setdefault((stage, name), UnitTrace())
         if self.first.setdefault(stage, m) == m:
-            y = self._traced_forward(stage, m, name, x, trace)
+            y = self._traced_forward(stage, m, name, x, trace, again)
         else:
             self._book(trace.forward, "recompute" if again else "F")
             assert trace.output is not None
@@ -217,7 +217,7 @@ class DryExecutor(Executor):
             self._hold(x.nbytes if self.recompute == "full" else trace.saved)
         return y
 
-    def _traced_forward(self, stage: int, m: int, name: str, x: Tensor, trace: UnitTrace) -> Tensor:
+    def _traced_forward(self, stage: int, m: int, name: str, x: Tensor, trace: UnitTrace, again: bool) -> Tensor:
         """Run the unit and note what it sends and what autograd saves."""
         unit, microbatch = self.stages[stage].units[name], self._microbatches[m]
         saved: list[Tensor] = [x]
@@ -231,7 +231,7 @@ class DryExecutor(Executor):
         before = attend.flops if isinstance(attend, FusedAttend) else 0.0
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with self._watched() as entries, self._counter as counter, hooks:
-            y: Tensor = super()._unit_forward(stage, m, name, x)
+            y: Tensor = super()._unit_forward(stage, m, name, x, again=again)
         attention = attend.flops - before if isinstance(attend, FusedAttend) else 0.0
         trace.forward, trace.output = entries, torch.empty_like(y)
         trace.flops_forward = counter.get_total_flops() + attention
