@@ -265,6 +265,10 @@ class Pricer:
         """Seconds of a step by the closed form of the pipeline: for comparing many layouts."""
         return self._price(layout, exact=False)[0].seconds
 
+    def seconds(self, layout: Layout) -> float:
+        """Seconds of a step by the schedule's rows, without the rest of the account."""
+        return self._price(layout, exact=True)[0].seconds
+
     def price(self, layout: Layout) -> Plan:
         """The whole account of one layout; raises :class:`LayoutError` where it cannot run."""
         self.check(layout)
