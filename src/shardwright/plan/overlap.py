@@ -130,7 +130,7 @@ def hidden(
         for phase in ("F", "B", "reduce", "update")
     }
     each = layout.microbatches if layout.accumulate == "reduce" else 1
-    passes = layout.microbatches if layout.zero == 3 and layout.reshard == "always" else each
+    passes = layout.microbatches if layout.zero == 3 and not layout.keeps_gathered else each
 
     def shown(gather: float, again: float, reduce: float, prefetch: int) -> float:
         return exposed(units, forward, backward, gather, again, reduce, prefetch, stack.dp_overlap, stack.contention)
