@@ -139,7 +139,7 @@ class _CombineRows(torch.autograd.Function):
         order: RowOrder = ctx.order
         top_k = order.place.shape[1]
         wide = dy.to(weights.dtype)
-        d_rows = wide.index_select(0, order.order // top_k) * weights.reshape(-1)[order.order].unsqueeze(1)
+        d_rows = wide.index_select(0, order.order // top_k).mul_(weights.reshape(-1)[order.order].unsqueeze(1))
         padded = _with_zero_row(rows, order.dropping)
         d_weights = torch.empty_like(weights)
         for slot in range(top_k):
