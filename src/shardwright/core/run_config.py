@@ -119,6 +119,8 @@ class TrainConfig(Section):
     """Keep the checkpoints of steps that this divides, however old (0: none)."""
     async_save: bool = True
     """Write checkpoints in the background; the last one of a run is waited for."""
+    elastic: bool = False
+    """Under torchrun with another number of ranks: change dp, and keep the sequences of a step by accumulation."""
     shard_gb: float = Field(default=5.0, gt=0)
     """Largest file of a checkpoint, in 10^9 bytes."""
     compile: bool = False
@@ -205,6 +207,12 @@ class RunConfig(Section):
             return cls(**values)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+
+    def for_world(self, num_processes: int) -> RunConfig:
+        """The run on another number of processes, if it is ``train.elastic``; raises `LayoutError` where that cannot be."""
+        if not self.train.elastic or num_processes == self.layout.world_size:
+            return self
+        return self.model_copy(update={"layout": self.layout.for_world(num_processes)})
 
     def to_table(self) -> dict[str, Any]:
         """The whole run as plain values: what a run folder's ``config.toml`` holds, readable by :meth:`of`."""
