@@ -131,8 +131,11 @@ class TrainConfig(Section):
     """Tokens whose logits the head makes at a time; backward makes them again. 0 keeps all of a micro-batch's logits."""
     freeze: tuple[str, ...] = ()
     """Name prefixes of parameters that are not trained, for instance "embedding." or "blocks.0."."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What all ranks do when the gradient norm is not finite."""
+    on_nonfinite: Literal["stop", "skip", "back"] = "stop"
+    """What all ranks do when the gradient norm is not finite, or a spike: stop, leave the step out, or go back to the last
+    checkpoint and pass over the samples read since (Chowdhery et al. 2022, section 5.1)."""
+    spike_factor: float = Field(default=0.0, ge=0)
+    """A gradient norm this many times the median of the last steps is a spike (0: none is)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak of one device for MFU; None takes the chip's fact, or measures a matrix product on CPU."""
