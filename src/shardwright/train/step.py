@@ -39,7 +39,7 @@ from shardwright.schedule.make import make_schedule
 from shardwright.schedule.passes import add_communication
 from shardwright.train.data import MicroBatch
 from shardwright.train.delayed import DelayedUpdate
-from shardwright.train.optim import FlatOptimizer, clip, global_norm, learning_rate
+from shardwright.train.optim import FlatOptimizer, NormWatch, clip, global_norm, learning_rate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
