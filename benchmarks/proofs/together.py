@@ -132,6 +132,9 @@ CHECKS = [
     Check("3", "save at one layout, load at another", "bit-equal, next 5 losses to 1e-5, >= 20 pairs", resharded),
     Check("4", "kills at random moments", "200, at most one interval lost, no sample twice or skipped", killed),
     Check("5", "a save in the background blocks", "<= 5 % of a step; ratios beside torch.save and DCP", beside_peers),
+    Check("6", "a rank that sleeps, calls another collective, dies", "diagnosed in the report, in time", lambda: tests(
+        "tests/ranks/test_flight.py", "tests/unit/test_flight.py", "tests/ranks/test_launch.py",
+    )),
     Check("7", "groups CK and LH", "all tests pass", lambda: tests(
         "tests/unit/test_checkpoint.py", "tests/unit/test_save.py", "tests/unit/test_runs.py", "tests/unit/test_convert.py",
         "tests/ranks/test_checkpoints.py", "tests/ranks/test_resume.py", "tests/ranks/test_launch.py", "tests/e2e/test_faults.py",

@@ -70,6 +70,9 @@ def train(
     settings = RunConfig.load(config, sets or (), layout)
     if check not in (None, "replicas"):
         raise typer.BadParameter(f"--check {check} is not known; use --check replicas")
+    env = torchrun_env()
+    if env is not None:
+        settings = settings.for_world(env.world_size)
     _warm_up()
     from shardwright.train.display import TrainDisplay, tokenise_progress
     from shardwright.train.loop import RunOptions, prepare_run

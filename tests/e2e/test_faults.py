@@ -135,6 +135,26 @@ def test_a_truncated_checkpoint_is_passed_over_for_an_older_one(tmp_path: Path, 
     assert (run / last).read_bytes() == (trained.folder / last).read_bytes()
 
 
+def test_fewer_ranks_go_on_with_the_same_samples(tmp_path: Path, trained: TrainedRun) -> None:
+    """torchrun starts one rank again of two that there were: dp shrinks, accumulation keeps the batch."""
+    run = tmp_path / "run"
+    shutil.copytree(trained.folder, run)
+    shutil.rmtree(run / "checkpoints" / "step-20")
+    changes = sets(**{**trained.changes, "train__run_dir": run})
+    command = ["-m", "shardwright", "train", TINY, "--layout", "dp=2", "--resume", "auto", *changes]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0"}
+    with program(command, tmp_path, **place) as refused:
+        outcome = finish(refused)
+    assert outcome.code == 2 and "start 2 or use dp=1" in outcome.err
+    with program([*command, "--set", "train.elastic=true"], tmp_path, **place) as process:
+        outcome = finish(process)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "resumed from step-10: step 10, 40 samples read" in outcome.out
+    ours, theirs = losses(run), losses(trained.folder)
+    assert ours[:10] == theirs[:10] and [step for step, _ in ours] == [step for step, _ in theirs]
+    assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-6)
+
+
 def resumed(run: Path, trained: TrainedRun) -> Outcome:
     """The trained run's command once more, in the folder ``run``, with ``--resume auto``."""
     outcome = shardwright("train", str(trained.folder / "config.toml"), "--resume", "auto", *sets(train__run_dir=run))

@@ -52,7 +52,8 @@ PAIRS = {
     "everything to one rank": (MODEL, "dp=2,pp=2,zero=2,schedule=interleaved,virtual=2,microbatches=4", "micro_batch=8"),
     "one rank to hybrid sharding": (MODEL, "microbatches=8", "dp=4,zero=1,dp_replicate=2,micro_batch=2"),
     "joined and transposed weights": (GPT2, "dp=2,tp=2,zero=3,micro_batch=4", "dp=2,pp=2,micro_batch=4"),
-    "stacked experts and turned rows": (EXPERTS, "dp=2,zero=1,micro_batch=4", "pp=2,microbatches=2,micro_batch=4"),
+    "stacked experts and turned rows": (EXPERTS, "dp=2,ep=2,zero=1,micro_batch=4", "pp=2,microbatches=2,micro_batch=4"),
+    "context parallel to shards": (MODEL, "cp=2,micro_batch=8", "dp=2,zero=3,micro_batch=4"),
     "offloaded state": (
         MODEL,
         "dp=2,zero=3,offload=params,offload_fraction=0.4,micro_batch=4",

@@ -163,3 +163,33 @@ def test_experts_need_sequence_parallelism() -> None:
 
 def test_more_ranks_than_kv_heads_may_replicate_them() -> None:  # US-04
     Layout.parse("tp=4").check_model(ModelConfig(**MODEL))
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes", "found"),
+    [
+        ("dp=4,microbatches=2,micro_batch=3", 2, "dp=2,microbatches=4,micro_batch=3"),
+        ("dp=4,microbatches=1,micro_batch=3", 3, "dp=3,microbatches=2,micro_batch=2"),
+        ("dp=2,tp=2,zero=3", 2, "tp=2,zero=3,microbatches=2"),
+        ("dp=4,zero=1,dp_replicate=4", 2, "dp=2,zero=1,microbatches=2,dp_replicate=2"),
+        ("dp=2,micro_batch=2", 4, "dp=4"),
+    ],
+)
+def test_fewer_or_more_processes_keep_the_sequences_of_a_step(layout: str, processes: int, found: str) -> None:
+    before = Layout.parse(layout)
+    after = before.for_world(processes)
+    assert str(after) == found
+    assert (after.world_size, after.global_batch) == (processes, before.global_batch)
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes", "words"),
+    [
+        ("dp=2,tp=2", 3, r"3 processes .* tp\*cp\*pp=2 .* start a multiple of 2"),
+        ("tp=4", 2, "start a multiple of 4"),
+        ("dp=4", 3, r"4 sequences of a step do not divide over dp=3; start processes for dp=1, 2 or 4"),
+    ],
+)
+def test_processes_that_do_not_fit(layout: str, processes: int, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        Layout.parse(layout).for_world(processes)

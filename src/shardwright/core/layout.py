@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from math import isfinite
+from math import gcd, isfinite
 from typing import Any
 
 from shardwright.core.axes import ORDERS, RankGrid
@@ -235,6 +235,27 @@ class Layout:
                 f"layout {self} needs {self.world_size} processes (tp*cp*dp*pp) but {num_processes} were started; "
                 f"start {self.world_size} or {other}"
             )
+
+    def for_world(self, num_processes: int) -> Layout:
+        """The same run on another number of processes: dp follows, and accumulation keeps the sequences of a step as many.
+
+        Raises `LayoutError` where the other axes, or the sequences, do not divide.
+        """
+        others = self.world_size // self.dp
+        dp, rest = divmod(num_processes, others)
+        if rest or not dp:
+            raise LayoutError(
+                f"{num_processes} processes cannot be shared by tp*cp*pp={others} of layout {self}; start a multiple of {others}"
+            )
+        share, rest = divmod(self.global_batch, dp)
+        if rest:
+            raise LayoutError(
+                f"the {self.global_batch} sequences of a step do not divide over dp={dp}; "
+                f"start processes for dp={_divisors(self.global_batch)}"
+            )
+        micro_batch = max(size for size in _divisor_list(share) if size <= self.micro_batch)
+        replicas = gcd(self.dp_replicate, dp * self.cp)
+        return self.with_(dp=dp, micro_batch=micro_batch, microbatches=share // micro_batch, dp_replicate=replicas)
 
     def check_model(self, model: ModelConfig) -> None:
         """Refuse what this model cannot be cut into, before any process starts."""

@@ -119,6 +119,8 @@ class TrainConfig(Section):
     """Keep the checkpoints of steps that this divides, however old (0: none)."""
     async_save: bool = True
     """Write checkpoints in the background; the last one of a run is waited for."""
+    elastic: bool = False
+    """Under torchrun with another number of ranks: change dp, and keep the sequences of a step by accumulation."""
     shard_gb: float = Field(default=5.0, gt=0)
     """Largest file of a checkpoint, in 10^9 bytes."""
     compile: bool = False
@@ -129,8 +131,11 @@ class TrainConfig(Section):
     """Tokens whose logits the head makes at a time; backward makes them again. 0 keeps all of a micro-batch's logits."""
     freeze: tuple[str, ...] = ()
     """Name prefixes of parameters that are not trained, for instance "embedding." or "blocks.0."."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What all ranks do when the gradient norm is not finite."""
+    on_nonfinite: Literal["stop", "skip", "back"] = "stop"
+    """What all ranks do when the gradient norm is not finite, or a spike: stop, leave the step out, or go back to the last
+    checkpoint and pass over the samples read since (Chowdhery et al. 2022, section 5.1)."""
+    spike_factor: float = Field(default=0.0, ge=0)
+    """A gradient norm this many times the median of the last steps is a spike (0: none is)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak of one device for MFU; None takes the chip's fact, or measures a matrix product on CPU."""
@@ -205,6 +210,12 @@ class RunConfig(Section):
             return cls(**values)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+
+    def for_world(self, num_processes: int) -> RunConfig:
+        """The run on another number of processes, if it is ``train.elastic``; raises `LayoutError` where that cannot be."""
+        if not self.train.elastic or num_processes == self.layout.world_size:
+            return self
+        return self.model_copy(update={"layout": self.layout.for_world(num_processes)})
 
     def to_table(self) -> dict[str, Any]:
         """The whole run as plain values: what a run folder's ``config.toml`` holds, readable by :meth:`of`."""

@@ -75,6 +75,7 @@ class RunCheckpoints:
             trainer.settle()
         extra = {
             "optimizer_steps": trainer.optimizer.step_count,
+            "norms": list(trainer.norms.norms),
             "config": self.config.to_table(),
             "data": {"samples": samples, "seed": self.config.train.seed},
             "random_numbers": "by counter: seed, step and token number say each, whatever the layout",
@@ -123,6 +124,8 @@ class RunCheckpoints:
             for kind, named in state.optimizer.items()
         }
         self.trainer.optimizer.load(optimizer, int(state.extra["optimizer_steps"]))
+        self.trainer.norms.norms.clear()
+        self.trainer.norms.norms.extend(state.extra.get("norms", ()))
         self.last = path
         self._say(f"resumed from {path.name}: step {state.step}, {state.samples} samples read")
         return Restored(path, state.step, state.samples)

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +27,12 @@ from shardwright.comm.flight import FlightRecorder, hang_report
 from shardwright.comm.mesh import MESH_AXES, Mesh
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
-from shardwright.errors import CheckpointError, ConfigError, RankError
+from shardwright.errors import CheckpointError, ConfigError, NonFiniteError, RankError
 from shardwright.launch import RankEnv, device_for, init_process_group, launch, torchrun_env
 from shardwright.plan.collectives import predict_step
+from shardwright.train.blame import blame
 from shardwright.train.checkpoints import RunCheckpoints
-from shardwright.train.data import Blend, EvalSampler, Prefetcher, TrainSampler, open_blend
+from shardwright.train.data import Blend, EvalSampler, MicroBatch, Prefetcher, TrainSampler, open_blend
 from shardwright.train.display import TrainDisplay
 from shardwright.train.experts import ExpertHistory, balance_record
 from shardwright.train.metrics import MetricsWriter, bits_per_byte, peak_memory_bytes
@@ -40,6 +41,9 @@ from shardwright.train.placement import check_placement
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.step import StepResult, Trainer, check_supported
 from shardwright.train.timeline import RankClock, pipeline_report, write_trace
+
+MOST_TIMES_BACK = 3
+"""How often a run goes back before it gives up."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,7 @@ class Run:
         self.trainer.executor.note = self._at
         place = mesh.coordinates
         self.clock = RankClock(mesh.rank, place["pp"], ", ".join(f"{axis} {place[axis]}" for axis in ("pp", "dp", "cp", "tp")))
-        self.step, self.samples = 0, 0
+        self.step, self.samples, self._times_back = 0, 0, 0
         self.checkpoints = RunCheckpoints(config, self.trainer, data.tokenizer_folder, self._say)
         restored = self.checkpoints.restore(options.resume)
         if restored is not None:
@@ -251,16 +255,35 @@ class Run:
         config = self.config
         writer = self._open_files() if self.is_main else None
         self._listen_to_signals()
-        sampler, stopped, losses = self._sampler(), False, []
-        prefetch = Prefetcher(sampler.batches, self.step, config.data.prefetch, config.data.workers, self._pinned)
-        with self.checkpoints, prefetch, self._profiler() as profiler:
+        stopped, losses = False, list[float]()
+        with self.checkpoints, self._profiler() as profiler:
+            while self.step < config.train.steps and not stopped:
+                try:
+                    stopped = self._steps(writer, losses, profiler)
+                except NonFiniteError as error:
+                    if config.train.on_nonfinite != "back" or self._times_back == MOST_TIMES_BACK:
+                        raise
+                    self._go_back(error)
+                    if writer is not None:
+                        writer.close()
+                        writer = self._open_files(again=True)
+        if writer is not None:
+            writer.close()
+            if self.experts is not None:
+                self.experts.write(self.run_dir)
+        return self._summary(losses, stopped) | self._pipeline()
+
+    def _steps(self, writer: MetricsWriter | None, losses: list[float], profiler: Any) -> bool:
+        """Steps from where the run is; whether it was asked to stop. Raises `NonFiniteError` on all ranks after one step."""
+        config, sampler, stopped = self.config, self._sampler(), False
+        with Prefetcher(sampler.batches, self.step, config.data.prefetch, config.data.workers, self._pinned) as prefetch:
             while self.step < config.train.steps and not stopped:
                 start = time.perf_counter()
                 self.checkpoints.poll()
                 self._at(f"step {self.step}, the next batch")
                 batches, waited = prefetch.next()
                 self._at(f"step {self.step}")
-                result = self.trainer.step(batches, self.step)
+                result = self._step(batches)
                 if self.options.check_replicas:
                     check_placement(self.trainer, batches, self.step)
                 seconds = time.perf_counter() - start
@@ -279,11 +302,30 @@ class Run:
                 self._maybe_save(last)
                 if profiler is not None:
                     profiler.step()
-        if writer is not None:
-            writer.close()
-            if self.experts is not None:
-                self.experts.write(self.run_dir)
-        return self._summary(losses, stopped) | self._pipeline()
+        return stopped
+
+    def _step(self, batches: Sequence[MicroBatch]) -> StepResult:
+        """One step; of one that was not applied, who is to blame."""
+        try:
+            result = self.trainer.step(batches, self.step)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error} ({blame(self.trainer, batches, self.step)})") from None
+        if result.skipped:
+            self._say(f"step {self.step} is left out, gradient norm {result.grad_norm:.4g}: "
+                      f"{blame(self.trainer, batches, self.step)}")  # fmt: skip
+        return result
+
+    def _go_back(self, error: NonFiniteError) -> None:
+        """To the last checkpoint, but past the samples of the step that went wrong; every rank does the same."""
+        self._times_back += 1
+        self.checkpoints.finish()
+        self.trainer.settle()
+        samples = self.samples + self.config.layout.global_batch
+        restored = self.checkpoints.restore("auto")
+        if restored is None:
+            raise NonFiniteError(f"{error}; there is no checkpoint to go back to, set train.save_every") from error
+        self._say(f"{error}; back to step {restored.step}, samples {restored.samples} to {samples - 1} are passed over")
+        self.step, self.samples = restored.step, samples
 
     def _record(self, result: StepResult, seconds: float, waited: float, evaluated: bool) -> dict[str, Any]:
         config = self.config
@@ -404,8 +446,9 @@ class Run:
 
     # -- surroundings --------------------------------------------------------------------------------------
 
-    def _open_files(self) -> MetricsWriter:
-        resumed = None if self.options.resume == "none" else self.step
+    def _open_files(self, again: bool = False) -> MetricsWriter:
+        """``again``: the run has gone back to an earlier step."""
+        resumed = self.step if again or self.options.resume != "none" else None
         try:
             writer = MetricsWriter(self.run_dir, resumed, say=self._say)
             (self.run_dir / "config.toml").write_text(tomli_w.dumps(self.config.to_table()), encoding="utf-8")

@@ -8,6 +8,8 @@ range, so a checkpoint reads it by the bucket's index.
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -168,6 +170,30 @@ class FlatOptimizer:
         """Persistent bytes of the state, masters not included; ``hosted``: in host memory, on the device (None: both)."""
         wanted = [hosted is None or piece.hosted is hosted for _, piece in self.pieces]
         return sum(flat.nbytes for flats in self.state.values() for flat, want in zip(flats, wanted, strict=True) if want)
+
+
+class NormWatch:
+    """Judges the global gradient norm of each step before it is applied; the same on every rank, as the norm is.
+
+    ``factor``: how many times the median of the last applied steps is too much (0: no norm is). It needs some steps first.
+    """
+
+    WINDOW, LEAST = 32, 8
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.norms: deque[float] = deque(maxlen=self.WINDOW)
+
+    def judge(self, norm: float) -> str | None:
+        """None for a step that may be applied, else why not."""
+        if norm - norm != 0.0:  # inf or nan
+            return f"the gradient norm is {norm}"
+        if self.factor and len(self.norms) >= self.LEAST:
+            middle = statistics.median(self.norms)
+            if norm > self.factor * middle:
+                return f"the gradient norm is {norm:.4g}, more than {self.factor:g} times the median {middle:.4g} before it,"
+        self.norms.append(norm)
+        return None
 
 
 def global_norm(buckets: GradientBuckets, mesh: Mesh, device: torch.device | None = None) -> Tensor:

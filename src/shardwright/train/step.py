@@ -39,7 +39,7 @@ from shardwright.schedule.make import make_schedule
 from shardwright.schedule.passes import add_communication
 from shardwright.train.data import MicroBatch
 from shardwright.train.delayed import DelayedUpdate
-from shardwright.train.optim import FlatOptimizer, clip, global_norm, learning_rate
+from shardwright.train.optim import FlatOptimizer, NormWatch, clip, global_norm, learning_rate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -252,6 +252,7 @@ class Trainer:
             sides=self.balancer,
         )
         self.stop_requested = False
+        self.norms = NormWatch(config.train.spike_factor)
         self._attention_work: tuple[float, tuple[str, ...]] = (1.0, ())
         self.on_gradients: Callable[[Trainer], None] | None = None
         """Called when the gradients of a step are reduced and not yet clipped (verification)."""
@@ -329,11 +330,11 @@ class Trainer:
         with self.mesh.recorder.phase("update"):
             norm = _read(global_norm(self.buckets, self.mesh, self.device))
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
-        finite = norm - norm == 0.0  # false for inf and nan
+        trouble = self.norms.judge(norm)
         if delayed is not None:
             with self.mesh.recorder.phase("update"):
                 delayed.finish()
-        if finite:
+        if trouble is None:
             clip(self.buckets, norm, self.config.optim.clip)
             if delayed is not None:
                 delayed.keep(lr)
@@ -341,7 +342,7 @@ class Trainer:
                 self._may_update()
                 with self.mesh.recorder.phase("update"):
                     self.optimizer.step(lr)
-        balance = self._balance(update=finite)
+        balance = self._balance(update=trouble is None)
         loss, every_busy = self._gather_metrics(loss_sum, busy)
         ledger = self.mesh.recorder.take()
         self._account(ledger, timings)
@@ -351,7 +352,7 @@ class Trainer:
             tokens,
             norm,
             lr,
-            not finite,
+            trouble is not None,
             stop,
             every_busy,
             ledger.exposed_tail,
@@ -359,10 +360,10 @@ class Trainer:
             balance,
             *self._attention_work,
         )
-        if not finite and self.config.train.on_nonfinite == "stop":
+        if trouble is not None and self.config.train.on_nonfinite != "skip":
             raise NonFiniteError(
-                f"step {step}: the gradient norm is {norm} and the loss {result.loss:.4g}; parameters are those of the step "
-                "before. Lower optim.lr, or set train.on_nonfinite=skip"
+                f"step {step}: {trouble} and the loss {result.loss:.4g}; parameters are those of the step before. "
+                "Lower optim.lr, or set train.on_nonfinite=skip"
             )
         return result
 

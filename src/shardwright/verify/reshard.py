@@ -64,14 +64,14 @@ class FirstRun:
 def random_layout(rng: random.Random, config: RunConfig, world: int, global_batch: int) -> Layout:
     """A layout of ``world`` ranks that can train the model of ``config`` with ``global_batch`` sequences a step."""
     while True:
-        tp, pp = rng.choice((1, 2, 4)), rng.choice((1, 2, 4))
-        dp, rest = divmod(world, tp * pp)
+        tp, pp, cp = rng.choice((1, 2, 4)), rng.choice((1, 2, 4)), rng.choice((1, 1, 2))
+        dp, rest = divmod(world, tp * pp * cp)
         if rest or not dp or global_batch % dp:
             continue
         share = global_batch // dp
         microbatches = rng.choice([count for count in range(1, share + 1) if share % count == 0])
         values = {
-            "tp": tp, "pp": pp, "dp": dp, "microbatches": microbatches, "micro_batch": share // microbatches,
+            "tp": tp, "pp": pp, "cp": cp, "dp": dp, "microbatches": microbatches, "micro_batch": share // microbatches,
             "zero": rng.randrange(4), "schedule": rng.choice(SCHEDULES), "virtual": rng.choice((1, 2)),
             "dp_replicate": rng.choice((1, 2)), "bucket_mb": rng.choice((0.01, 25.0)),
             "sp": rng.choice(("auto", "off")), "precision": config.layout.precision,
