@@ -110,7 +110,8 @@ def main() -> int:
     tuned = finetune(arguments.model, arguments.text, arguments.out, arguments.steps)
     middle = arguments.steps // 2
     print(f"loss {tuned.losses[0]:.3f} -> {tuned.losses[middle - 1]:.3f} | {tuned.losses[middle]:.3f} -> {tuned.losses[-1]:.3f}")
-    print(f"held out {' -> '.join(f'{loss:.3f}' for loss in tuned.valid_losses)}")
+    if tuned.valid_losses:
+        print(f"held out {' -> '.join(f'{loss:.3f}' for loss in tuned.valid_losses)}")
     if tuned.logit_difference is None:
         print("transformers is not installed: logits were not compared")
     else:

@@ -53,19 +53,20 @@ def test_a_pretrained_model_goes_on_in_another_layout_and_into_transformers(
     train(config, prepare_run(config, RunOptions()), RunOptions())
     want = [record["loss"] for record in read_metrics(alone["train"]["run_dir"])]
     assert tuned.losses == pytest.approx(want, rel=1e-5), "one process, without a stop"
-    assert tuned.losses[-1] < tuned.losses[0] < 4.0  # it can spell already: nothing else than ln 105 = 4.65 would be blind
+    assert max(tuned.losses) < 3.0  # it can spell: one that knows nothing has ln 105 = 4.65
     assert tuned.logit_difference is not None and tuned.logit_difference < 1e-5
 
 
 def test_conversations_train_on_answers_only(example: ModuleType, model: Path, shared: Path, tmp_path: Path) -> None:
-    lines = (shared / "data" / "corpora" / "gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()[:60]
+    lines = (shared / "data" / "corpora" / "gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in lines if len(line) < 240][:40]  # this model reads letters, 256 of them
     talks = tmp_path / "talks.jsonl"
     with talks.open("w", encoding="utf-8") as file:
         for record in map(json.loads, lines):
             roles = (("user", record["question"]), ("assistant", record["answer"]))
             file.write(json.dumps({"messages": [{"role": role, "content": said} for role, said in roles]}) + "\n")
-    table: dict[str, Any] = example.run_table(model, talks, tmp_path, 192)
+    table: dict[str, Any] = example.run_table(model, talks, tmp_path, 256)
     config = RunConfig.of(table, ["train.steps=2", "train.threads=1"], "micro_batch=4")
     train(config, prepare_run(config, RunOptions()), RunOptions())
     for record in read_metrics(table["train"]["run_dir"]):
-        assert 0 < record["tokens"] < 0.7 * 4 * 192, "questions and padding do not count"
+        assert 0 < record["tokens"] < 0.7 * 4 * 256, "questions and padding do not count"

@@ -145,7 +145,7 @@ def traces(folder: str, data: PreparedData) -> dict[str, list[Trace]]:
     runs["adamw in fp32"] = (make_config(folder, *ADAMW), None)
     runs |= {name: (make_config(folder, *MUTATED), name) for name in MUTATIONS}
     found: dict[str, list[Trace]] = {}
-    for world in (2, 4):
+    for world in (2, 3, 4):
         chosen = {label: run for label, run in runs.items() if run[0].layout.world_size == world}
         found |= by_run(run_ranks(trace_all, world, data, chosen))
     return found

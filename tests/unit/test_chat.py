@@ -145,6 +145,8 @@ def test_a_conversation_that_is_too_long_keeps_its_beginning(tmp_path: Path) -> 
     assert isinstance(whole, ConversationDataset) and whole.num_windows < short.num_windows
     window = short.cut(0)
     assert window.lengths == (60,) and np.array_equal(window.tokens, whole.cut(0).tokens[:60])
+    with pytest.raises(DataError, match="comes to an answer within seq_len=20"):
+        open_blend([(tmp_path / "set", 1.0)], "train", 20, 0)
     with pytest.raises(DataError, match="must not cross"):
         open_blend([(tmp_path / "set", 1.0)], "train", 60, 0, cross_documents=True)
 

@@ -17,6 +17,7 @@ IGNORE = -100  # the target of a token that has no next token to predict
 
 _WORD = (1 << 64) - 1
 _FEISTEL_ROUNDS = 6
+_LOOKED_AT = 1000
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -161,8 +162,16 @@ class ConversationDataset(WindowDataset):
         self.answers = answers
         sizes = np.minimum(np.diff(indexed.document_offsets), seq_len)
         self.num_cut = int(np.count_nonzero(np.diff(indexed.document_offsets) > seq_len))
+        if self.num_cut and not any(map(self._answered, range(min(len(indexed), _LOOKED_AT)))):
+            raise DataError(
+                f"no conversation of {indexed.prefix} comes to an answer within seq_len={seq_len} tokens; use a longer seq_len"
+            )
         self._bounds = _next_fit(sizes, seq_len)
         self.num_windows = self.num_eval_windows = len(self._bounds) - 1
+
+    def _answered(self, document: int) -> bool:
+        """Whether a conversation has a token to predict before it is cut."""
+        return bool(self.answers.document(document)[1 : self.seq_len + 1].any())
 
     def cut(self, place: int) -> Window:
         """Window ``place``, unshuffled, always of ``seq_len`` tokens."""

@@ -7,7 +7,7 @@ that training learns joins by itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -102,6 +102,7 @@ _FACTORS = [
     Factor("cp_kind", CHOICES["cp_kind"], _above_one("cp")),
     Factor("ep_overlap", (False, True), _above_one("ep")),
     Factor("ep_deduplicate", (False, True), _above_one("ep")),
+    Factor("moe", ("dropless", "capacity:0.8", "capacity:1:reroute")),
     Factor("order", CHOICES["order"], _above_one("pp", "dp")),
     Factor("stages", ("", "cost"), _above_one("pp")),
     Factor("comm", ("auto", "gloo")),
@@ -124,12 +125,11 @@ def factors(model: ModelConfig, seq_len: int = SEQUENCE) -> list[Factor]:
     """The factors for ``model`` trained on sequences of ``seq_len`` tokens: no experts, no ep; windows, Ulysses first."""
     windows = {model.layer_window(layer) for layer in range(model.num_layers)}
     short = any(window is not None and window < seq_len for window in windows)
-    known = {field.name for field in fields(Layout)}
-    found = [factor for factor in _FACTORS if factor.name in known]
+    found = list(_FACTORS)
     if short:
         found = [replace(f, values=f.values[::-1]) if f.name == "cp_kind" else f for f in found]
     if model.moe is None:
-        found = [replace(f, values=(1,)) if f.name == "ep" else f for f in found]
+        found = [replace(f, values=(1,)) if f.name == "ep" else f for f in found if f.name != "moe"]
     return found
 
 

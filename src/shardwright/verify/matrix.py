@@ -42,7 +42,7 @@ from shardwright.verify.parity import (
 LAYOUTS_AT_ONCE = 16
 """Layouts of one launch: each has groups of its own, which gloo keeps until the ranks end."""
 SECONDS_FOR_A_LAYOUT = 180.0
-CHECKS = ("loss", "gradients", "parameters", "norm", "replicas")
+CHECKS = ("loss", "gradients", "parameters", "moments", "norm", "replicas")
 
 
 @dataclass(frozen=True)

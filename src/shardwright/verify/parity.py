@@ -52,6 +52,8 @@ class Trace:
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """Kind (``momentum``, ``exp_avg``, ``exp_avg_sq``) -> parameter -> the optimizer's state at the end."""
     ledgers: list[Ledger] = field(default_factory=list)
 
 
@@ -137,6 +139,7 @@ def reference_run(config: RunConfig, batches: Callable[[int], MicroBatch], steps
         trace.norms.append(norm)
         trace.gradients.append(gradients)
     trace.parameters = {name: p.detach().clone() for name, p in model.spec_parameters().items()} | masters
+    trace.moments = _reference_moments(config, optimizer, masters)
     return trace
 
 
@@ -156,6 +159,22 @@ def _reference_update(
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
+
+
+def _reference_moments(
+    config: RunConfig, optimizer: torch.optim.Optimizer, masters: Mapping[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
+    """PyTorch's optimizer state by our names; zero where nothing was updated."""
+    kinds = {"momentum": "momentum_buffer"}
+    if config.optim.name == "adamw":
+        kinds = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    return {
+        ours: {
+            name: torch.zeros_like(master) if (value := optimizer.state[master].get(theirs)) is None else value
+            for name, master in masters.items()
+        }
+        for ours, theirs in kinds.items()
+    }
 
 
 def _reference_context(config: RunConfig, model: Transformer, batch: MicroBatch, step: int) -> Context:
@@ -218,6 +237,10 @@ def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, m
         trace.ledgers.append(result.ledger)
     with mesh.recorder.aside():
         trace.parameters = {name: view.clone() for name, view in trainer.named_parameters("master").items()}
+        state = trainer.optimizer.named_state()
+        trace.moments = {
+            kind: {name: view.clone() for name, view in state[kind].items()} for kind in trainer.optimizer.kinds
+        }
     return trace
 
 
@@ -273,6 +296,7 @@ class Verification:
     loss: Comparison
     gradients: Comparison
     parameters: Comparison
+    moments: Comparison
     norm: Comparison
     replicas: Comparison
     predicted: Ledger
@@ -282,7 +306,7 @@ class Verification:
 
     @property
     def comparisons(self) -> dict[str, Comparison]:
-        return {name: getattr(self, name) for name in ("loss", "gradients", "parameters", "norm", "replicas")}
+        return {name: getattr(self, name) for name in ("loss", "gradients", "parameters", "moments", "norm", "replicas")}
 
     @property
     def passed(self) -> bool:
@@ -399,6 +423,7 @@ def compare(config: RunConfig, traces: list[Trace], reference: Trace, dryruns: l
             *_swap((gradients[worst_step][0], f"step {worst_step} {gradients[worst_step][1]}"), tolerance["gradients"])
         ),
         Comparison(*_swap(max_rel_diff(parameters, reference.parameters), tolerance["parameters"])),
+        _compare_moments(config, traces, reference, tolerance["gradients"]),
         Comparison(*_swap(max_rel_diff(got_norms, norms), tolerance["gradients"])),
         _same_reports(traces, replicas),
         predict(0, first.ledgers[-1]),
@@ -432,6 +457,19 @@ def _loss_terms(trace: Trace, config: RunConfig) -> dict[str, Tensor]:
             terms[f"step {i} routers"] = torch.tensor(value, dtype=torch.float64)
             terms[f"step {i} choices"] = torch.tensor(counts, dtype=torch.float64)
     return terms
+
+
+def _compare_moments(config: RunConfig, traces: list[Trace], reference: Trace, tolerance: float) -> Comparison:
+    """The optimizer's state, kind by kind; it is made of gradients, so their tolerance is its own."""
+    worst = Comparison(0.0, tolerance, "")
+    for kind, want in reference.moments.items():
+        got, copies = assemble(config, [trace.moments[kind] for trace in traces])
+        difference, where = max_rel_diff(got, want)
+        if not copies.passed:
+            difference, where = float("inf"), f"copies differ: {copies.worst}"
+        if not difference <= worst.max_rel_diff:  # also true for nan
+            worst = Comparison(difference, tolerance, f"{kind} of {where}")
+    return worst
 
 
 def _same_reports(traces: list[Trace], replicas: Comparison) -> Comparison:
