@@ -20,7 +20,8 @@ from shardwright.core.segments import Segments, contiguous, zigzag
 RESULTS = ROOT / "benchmarks" / "results"
 UNIT, RANKS = ("tests/unit/test_segments.py", "tests/unit/test_context.py"), "tests/ranks/test_context.py"
 KINDS = ("ring", "allgather", "ulysses")
-TWELVE = SMALL | {"dim": 48, "num_heads": 12, "num_kv_heads": 12, "num_layers": 2}
+HEADS = SMALL | {"dim": 48, "num_heads": 24, "head_dim": 4, "num_layers": 2}
+"""For every degree of tp x cp that is tried; ulysses needs as many KV heads."""
 
 
 def script(name: str, *arguments: str) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def grid(folder: Path) -> Iterator[RunConfig]:
         for recompute, tied, dropout in product(("none", "selective", "full"), (False, True), (0.0, 0.1)):
             text = f"{other}cp={cp},cp_kind={kind},microbatches=2,micro_batch=2,recompute={recompute},precision=fp64"
             table = {
-                "model": TWELVE | {"tied_head": tied, "dropout": dropout},
+                "model": HEADS | {"num_kv_heads": 24 if kind == "ulysses" else 2, "tied_head": tied, "dropout": dropout},
                 "data": {"sources": "synthetic:sentences", "seq_len": 47, "cache": str(folder / "datasets")},
                 "optim": {"name": "sgd", "lr": 0.1, "clip": 1.0},
                 "train": {"steps": 10, "threads": 1, "run_dir": str(folder / "run")},

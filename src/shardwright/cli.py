@@ -1,4 +1,4 @@
-"""The command line: ``shardwright plan | train | verify | bench | generate | tokenize | schedule | convert``.
+"""The command line: ``shardwright plan | dryrun | train | verify | bench | generate | tokenize | schedule | convert``.
 
 Every verb takes ``--json`` (one JSON object on stdout, nothing else there). Exit codes: 0 done, 1 ran and the answer is
 "no", 2 the user's mistake, 3 a rank failed (named). torch is imported by the verbs that need it, in their ranks.
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from shardwright.core.run_config import RunConfig
-from shardwright.errors import ShardwrightError
+from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.launch import start_forkserver, torchrun_env
 
 app = typer.Typer(
@@ -215,18 +215,70 @@ def plan_(
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of one step over all ranks.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Candidates to show.")] = 5,
+    purpose: Annotated[str, typer.Option("--for", help="train or serve.")] = "train",
+    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page (for train).")] = None,
+    input_tokens: Annotated[int, typer.Option(min=1, help="serve: tokens of a prompt.")] = 1024,
+    output_tokens: Annotated[int, typer.Option(min=1, help="serve: tokens of an answer.")] = 1024,
+    concurrency: Annotated[int, typer.Option(min=1, help="serve: requests at once.")] = 16,
+    objective: Annotated[str, typer.Option(help="serve: latency or throughput.")] = "throughput",
+    max_ttft_ms: Annotated[float | None, typer.Option(help="serve: limit on the time to the first token.")] = None,
+    max_tpot_ms: Annotated[float | None, typer.Option(help="serve: limit on the time per output token.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp8 or fp4 (default bf16).")] = None,
     as_json: Json = False,
 ) -> None:
     """Will it fit and how fast is it: price one layout, or search and rank all of them. Exit code 1: it does not fit."""
-    from shardwright.plan.command import make_plan
+    from shardwright.plan.command import make_plan, make_serving_plan
     from shardwright.plan.explain import print_plan
+    from shardwright.plan.report import write_report
+    from shardwright.plan.serve_explain import print_serving
+    from shardwright.plan.serve_search import Target
+    from shardwright.plan.serving import Load
 
-    made = make_plan(model, cluster, layout, seq, global_batch, top)
+    if purpose not in ("train", "serve"):
+        raise ConfigError(f"--for {purpose} is not known; use train or serve")
+    if purpose == "serve":
+        if report is not None:
+            raise ConfigError("--report shows a training plan; leave it out with --for serve")
+        ttft, tpot = (None if limit is None else limit / 1e3 for limit in (max_ttft_ms, max_tpot_ms))
+        load, target = Load(input_tokens, output_tokens, concurrency), Target(objective, ttft, tpot)
+        served = make_serving_plan(model, cluster, layout, load, target, precision, top)
+        if as_json:
+            _print_json(served.to_json())
+        else:
+            print_serving(Console(), served)
+        raise typer.Exit(0 if served.fits else 1)
+    made = make_plan(model, cluster, layout, seq, global_batch, top, precision)
+    if report is not None:
+        write_report(report, made.plan, made.pricer)
     if as_json:
         _print_json(made.plan.to_json())
     else:
         print_plan(Console(), made.plan, made.pricer)
+        if report is not None:
+            print(f"report: {report}")
     raise typer.Exit(0 if made.plan.fits else 1)
+
+
+@app.command(epilog="Example: shardwright dryrun examples/llama-405b.toml --layout tp=8,pp=16,dp=128,zero=1,microbatches=64")
+def dryrun(
+    config: ConfigPath,
+    layout: LayoutText = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """The real training step with shapes only, for every pipeline stage of any world. Exit code 1: the closed form differs."""
+    settings = RunConfig.load(config, sets or (), layout)
+    from shardwright.train.dry_report import dry_report
+    from shardwright.train.dryrun import dry_run
+
+    console = Console(quiet=as_json)
+    with console.status("stage by stage") as status:
+        result = dry_run(settings, lambda done, of: status.update(f"{done} of {of} stages"))
+    if as_json:
+        _print_json(result.to_json())
+    else:
+        dry_report(console, result)
+    raise typer.Exit(0 if result.agrees else 1)
 
 
 @app.command("schedule", epilog="Example: shardwright schedule zb_v --stages 4 --microbatches 8")

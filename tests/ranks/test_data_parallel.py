@@ -441,7 +441,7 @@ def refuse(message: str, error: type[Exception], call: Callable[[], Any]) -> Non
 
 def test_what_cannot_be_right_is_refused() -> None:
     net, mesh = make_net(), Mesh.solo()
-    refuse("zero=1", LayoutError, lambda: DataParallel(net, mesh, zero=1))
+    refuse("zero=4 is not a ZeRO stage", LayoutError, lambda: DataParallel(net, mesh, zero=4))
     refuse("loss_reduction='max'", ConfigError, lambda: DataParallel(net, mesh, loss_reduction="max"))  # type: ignore[arg-type]
     refuse("need a mean.* sums", ConfigError, lambda: DataParallel(net, mesh, comm_hook=AllReduce("sum")))
     refuse(

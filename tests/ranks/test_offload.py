@@ -55,6 +55,7 @@ OFFLOADED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "2, delayed": (LLAMA, f"dp=2,zero=2,{OUT},delayed_update=on,microbatches=2,accumulate=reduce,precision=fp64", DELAYED),
     "3, delayed": (TIED, f"dp=2,zero=3,{OUT},delayed_update=on,precision=fp64", DELAYED),
     "2 with tp": (LLAMA, f"dp=2,tp=2,zero=2,{OUT},precision=fp64", ADAMW),
+    "3 with cp": (TIED, f"dp=2,cp=2,zero=3,{IN},microbatches=2,precision=fp64", ADAMW),
     "3, replicas": (LLAMA, f"dp=4,zero=3,dp_replicate=2,{IN},precision=fp64", ADAMW),
     "3 with pp": (TIED, f"dp=2,pp=2,zero=3,{IN},microbatches=2,precision=fp64", ADAMW),
 }  # fmt: skip
@@ -73,6 +74,7 @@ PLAIN: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "plain 3 of 4": (LLAMA, "dp=4,zero=3,microbatches=2,accumulate=reduce,precision=fp64", ADAMW),
     "plain 3 with pp": (LLAMA, "dp=2,pp=2,zero=3,microbatches=4,precision=fp64", ADAMW),
     "plain 3 with pp, freed": (LLAMA, "dp=2,pp=2,zero=3,microbatches=4,reshard=always,precision=fp64", ADAMW),
+    "plain 2 with cp": (LLAMA, f"dp=2,cp=2,zero=2,dp_replicate=2,precision=fp64,{SMALL}", ADAMW),
     "plain 3 with tp": (LLAMA, "dp=2,tp=2,zero=3,precision=fp64", ADAMW),
 }  # fmt: skip
 CASES = OFFLOADED | PLAIN

@@ -351,6 +351,7 @@ def test_samples_go_on_where_the_checkpoint_says_though_the_batch_changed(folder
         "dp=1,tp=2,zero=1,micro_batch=4",
         "dp=2,pp=2,zero=3,reshard=after_backward,microbatches=2",
         "cp=2,zero=3,micro_batch=4",
+        "dp=2,zero=3,offload=params,offload_fraction=0.5,micro_batch=2",
     ],
 )
 def test_a_checkpoint_of_shards_is_whole_and_fits_any_layout(layout: str, folder: Path, sharded: RunConfig) -> None:
@@ -369,6 +370,18 @@ def test_a_checkpoint_of_shards_is_whole_and_fits_any_layout(layout: str, folder
         weights, expected = load(config, 6).weights, load(sharded, 6).weights
         assert all(torch.allclose(weights[name], value, atol=2e-3) for name, value in expected.items())
     assert "head.weight" not in load(config, 6).weights
+
+
+def test_a_run_with_delayed_updates_goes_on_where_it_was_stopped(folder: Path) -> None:
+    """What is outstanding is made up for before a checkpoint: the run that was not stopped has the same bits."""
+    layout = "dp=2,zero=1,offload=optimizer,delayed_update=on,micro_batch=2"
+    whole, rest = (sharded_config(folder, name, layout) for name in ("delayed", "delayed-rest"))
+    whole, rest = (c.model_copy(update={"optim": c.optim.model_copy(update={"delay_after": 1})}) for c in (whole, rest))
+    run(whole)
+    run(rest, resume=str(Path(whole.train.run_dir) / "checkpoints" / "step-3"))
+    assert [record["loss"] for record in read_metrics(rest.train.run_dir)] == losses(whole)[3:]
+    assert_same_state(load(rest, 6), load(whole, 6))
+    assert load(whole, 6).extra["optimizer_steps"] == 6
 
 
 def sharded_config(folder: Path, run_name: str, layout: str) -> RunConfig:

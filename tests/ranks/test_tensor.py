@@ -29,6 +29,8 @@ LLAMA: dict[str, Any] = {
 ODD = LLAMA | {"vocab_size": 321, "ffn_dim": 49, "tied_head": False}
 SIX = ODD | {"dim": 36, "num_heads": 6, "num_kv_heads": 3, "head_dim": 6}
 FOUR = LLAMA | {"num_kv_heads": 4}
+WIDE = LLAMA | {"dim": 256, "head_dim": 8, "num_layers": 1}
+"""Its activations are large enough for ranks of a host to read them where they are."""
 GPT2 = FOUR | {
     "family": "gpt2", "norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "tied_head": True,
     "qkv_bias": True, "out_bias": True, "mlp_bias": True,
@@ -54,6 +56,8 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "llama, sp off": (LLAMA, f"tp=2,{OFF},{FP64}", []),
     "llama in fp32": (LLAMA, "tp=2", []),
     "llama in fp32, sp off": (LLAMA, f"tp=2,{OFF}", []),
+    "read in place": (WIDE, f"tp=2,micro_batch=2,{FP64}", []),
+    "read in place, sp off": (WIDE, f"tp=2,micro_batch=2,{OFF},{FP64}", []),
     "gloo": (LLAMA, "tp=2,comm=gloo", []),
     "gloo, sp off": (LLAMA, f"tp=2,{OFF},comm=gloo", []),
     "adamw": (LLAMA | DROPOUT, f"tp=2,{FP64}", ["optim.name=adamw"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ranks.kit import run_ranks
+from ranks.kit import TESTS, run_ranks
 from shardwright.comm.mesh import Mesh
 from shardwright.core.layout import Layout
 from shardwright.errors import ConfigError, RankError
@@ -245,6 +246,25 @@ def test_what_cannot_be_is_refused() -> None:
         unit_of_parameters(Tower(), ["blocks.1", "blocks.1.0"])
     with pytest.raises(ConfigError, match=r"with zero=0 give the optimizer module\.parameters"):
         DataParallel(nn.Linear(2, 2), Mesh.solo()).shards()
+    sharded = DataParallel(nn.Linear(2, 2), Mesh.solo(), zero=2)
+    with pytest.raises(ConfigError, match=r"give it model\.shards"):
+        torch.optim.SGD(sharded.parameters(), lr=0.1).step()
     hook = FunctionHook(lambda gradients, comms, name: None, "mean")
     with pytest.raises(ConfigError, match="give it a method scatter"):
         DataParallel(nn.Linear(2, 2), Mesh.solo(), zero=2, comm_hook=hook)
+
+
+# ------------------------------------------------------------------------------------------ the program
+
+
+def program(env: RankEnv) -> list[float]:
+    mesh = Mesh.distributed(Layout(dp=env.world_size), env.rank) if env.world_size > 1 else Mesh.solo()
+    losses: list[float] = runpy.run_path(str(TESTS.parent / "examples" / "sharded_encoder.py"))["train"](mesh)
+    return losses
+
+
+def test_the_sharded_encoder_learns_the_same_on_two_ranks_as_alone() -> None:
+    (alone,) = run_ranks(program, 1)
+    assert alone[-1] < alone[0] - 0.3
+    for losses in run_ranks(program, 2):
+        assert losses == pytest.approx(alone, rel=1e-4)

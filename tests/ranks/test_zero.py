@@ -93,7 +93,7 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "2 with zb_v": (DEEP_TIED, f"dp=2,{ZB_V},zero=2,microbatches=4,accumulate=reduce,bucket_mb=0.05", []),
     "3 with pp": (DEEP_TIED, "dp=2,pp=2,zero=3,microbatches=4", []),
     "3 with interleaving": (DEEP, f"dp=2,{INTERLEAVED},zero=3,microbatches=4,reshard=after_backward", []),
-    "3 with zb_v": (DEEP_TIED, f"dp=2,{ZB_V},zero=3,microbatches=4,accumulate=reduce", []),
+    "3 with zb_v": (DEEP_TIED, f"dp=2,{ZB_V},zero=3,microbatches=4,accumulate=reduce,reshard=always", []),
     "1, replicas, bf16": (LLAMA, "dp=4,zero=1,dp_replicate=2,precision=bf16", []),
     "2, replicas": (LLAMA, "dp=4,zero=2,dp_replicate=2,microbatches=2,accumulate=reduce", []),
     "3, replicas": (TIED, "dp=4,zero=3,dp_replicate=2,microbatches=2", []),
@@ -143,7 +143,7 @@ def traces(folder: str, data: PreparedData) -> dict[str, list[Trace]]:
     runs |= {f"also mutated {name}": (make_config(folder, *case), name) for name, (case, _) in ALSO_MUTATED.items()}
     found: dict[str, list[Trace]] = {}
     for chosen in (list(runs.items())[first : first + RUNS_AT_ONCE] for first in range(0, len(runs), RUNS_AT_ONCE)):
-        found |= trace_runs(data, dict(chosen))
+        found |= trace_runs(data, dict(chosen), time_limit=280.0)
     return found
 
 
@@ -231,7 +231,7 @@ def test_all_stages_have_the_losses_and_norms_of_stage_0(folder: str, data: Prep
         label: make_config(folder, LLAMA, f"dp=2,microbatches=2{layout}", ["optim.name=adamw", "optim.lr=0.003"])
         for label, layout in LONG.items()
     }
-    ranks = run_ranks(trace_long, 2, data, runs)
+    ranks = run_ranks(trace_long, 2, data, runs, time_limit=280.0)
     assert ranks[0]["0"].losses[-1] < ranks[0]["0"].losses[0] - 0.1
     for rank in ranks:
         for trace in rank.values():

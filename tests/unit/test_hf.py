@@ -415,6 +415,32 @@ def test_save_on_a_file(folder: Path) -> None:
         save_hf(folder / "config.json", config, random_weights(config))
 
 
+def latent_config() -> ModelConfig:
+    mla = {"kv_lora_rank": 8, "q_lora_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "v_head_dim": 4}
+    moe = {"num_experts": 4, "top_k": 2, "expert_dim": 6, "score": "sigmoid", "bias_correction": True}
+    shape = {"vocab_size": 24, "dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 40}
+    return ModelConfig(family="deepseek_v3", mla=mla, moe=moe, **shape)
+
+
+def test_experts_are_split_and_rotated_rows_interleaved() -> None:
+    config = latent_config()
+    weights = random_weights(config)
+    tensors = to_hf_tensors(config, weights)
+    up = weights["blocks.0.moe.experts.up.weight"]
+    assert torch.equal(tensors["model.layers.0.mlp.experts.3.gate_proj.weight"], up[3, :6])
+    assert torch.equal(tensors["model.layers.0.mlp.experts.2.up_proj.weight"], up[2, 6:])
+    ours, theirs = weights["blocks.0.attention.kv_down.weight"], tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"]
+    assert torch.equal(theirs[8:], ours[[8, 10, 9, 11]]) and torch.equal(theirs[:8], ours[:8])
+    queries = tensors["model.layers.0.self_attn.q_b_proj.weight"]
+    assert torch.equal(queries[12:], weights["blocks.0.attention.q_up.weight"][[12, 14, 13, 15]])
+    tensors["model.layers.1.embed_tokens.weight"] = torch.ones(24, 16)  # a head for the token after the next
+    back = from_hf_tensors(config, tensors)
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+    del tensors["model.layers.0.mlp.experts.1.down_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"1 missing: model\.layers\.0\.mlp\.experts\.1\.down_proj\.weight"):
+        from_hf_tensors(config, tensors)
+
+
 # -- a real model ----------------------------------------------------------------------------------
 
 

@@ -15,7 +15,8 @@ from shardwright.plan import accuracy
 from shardwright.plan.accuracy import assess, errors, spearman, straw_man
 from shardwright.plan.calibrate import BOUNDS, calibrate, fit, mean_error, predict, simplex
 from shardwright.plan.rows import Case, Refused, hardware_flops, read_cases
-from shardwright.plan.stack import Stack, default_stack, fit_of, read_tables, stack_of, write_tables
+from shardwright.plan.serving_rows import read_runs
+from shardwright.plan.stack import Stack, default_stack, fit_of, read_tables, serving_stack, stack_of, write_tables
 from shardwright.plan.step_time import Pricer
 
 
@@ -39,7 +40,7 @@ def test_a_row_is_its_run(shared: Path) -> None:
 def test_every_row_is_priced_or_refused_with_a_reason(shared: Path) -> None:
     for name in ("published_runs", "a100_multi_node_steps", "a100_single_node_steps", "serving_latency"):
         path = shared / "planner" / f"{name}.csv"
-        found = read_cases(path)
+        found = read_runs(path)
         with path.open() as file:
             assert len(found) == sum(1 for _ in csv.DictReader(file))
         assert all(case.reason for case in found if isinstance(case, Refused))
@@ -177,6 +178,7 @@ def test_every_stack_has_a_source_and_constants_within_bounds() -> None:
             assert low * 0.999 <= getattr(stack, field) <= high * 1.001, (name, field)
     for chip in CHIPS.values():
         assert default_stack(chip).flash
+        assert serving_stack(chip).burst > 0
 
 
 def test_tables_are_written_as_they_are_read(tmp_path: Path) -> None:

@@ -201,6 +201,36 @@ def test_korthikanti(tp: int) -> None:
     assert layer(True, "full") == pytest.approx(2 * unit / tp)
 
 
+FIGURE_1 = {  # GiB: parameters and optimizer; activations without and with sequence parallelism and selective recomputation
+    "megatron-22b": ("tp=8,micro_batch=4", 45.5625, 59.25, 9.5625),
+    "gpt3-175b": ("tp=8,pp=8,virtual=3,schedule=interleaved,microbatches=64", 45.5625, 66.84375, 12.3515625),
+    "mt-nlg-530b": ("tp=8,pp=35,virtual=3,schedule=interleaved,microbatches=280", 31.640625, 114.0234375, 23.076171875),
+    "megatron-1t": ("tp=8,pp=64,microbatches=512", 32.958984375, 131.25, 26.5625),
+}
+"""Korthikanti et al. 2022, figure 1, as calculon's validation reads it."""
+
+
+@pytest.mark.parametrize("name", FIGURE_1)
+def test_korthikanti_figure_1(name: str) -> None:
+    text, states, whole, sparing = FIGURE_1[name]
+    shapes = preset(name)
+    model = gpt(shapes.num_layers, shapes.dim, shapes.num_heads, 51200, 2048)
+    layout = Layout.parse(f"{text},precision=bf16,reduce_dtype=fp32,sp=off")
+    memory = MemoryModel(model, ParameterTable(model), UNFUSED)
+    kinds = tuple(layer_kind(model, layer) for layer in range(model.num_layers))
+    counts = layers_per_stage(model, layout)
+
+    def stage(layout: Layout, rank: int) -> Any:
+        units = rank_units(layout, rank, counts, kinds)
+        return memory.stage(layout, rank, units, Shape.of(layout, 2048))
+
+    middle = stage(layout, min(1, layout.pp - 1))  # the figure leaves the embedding out
+    assert middle.model_state / 2**30 == pytest.approx(states, rel=0.025)
+    assert stage(layout, 0).parts["saved by layers"] / 2**30 == pytest.approx(whole, rel=0.025)
+    better = layout.with_(sp="on", recompute="selective")
+    assert stage(better, 0).parts["saved by layers"] / 2**30 == pytest.approx(sparing, rel=0.025)
+
+
 def test_modern_layer() -> None:
     """GQA, SwiGLU, fused attention: 139 kB per token and layer for Llama-3 8B, of which fused attention keeps no scores."""
     model = preset("llama-3.1-8b")

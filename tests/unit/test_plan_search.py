@@ -16,13 +16,45 @@ from shardwright.core.plan import GIB
 from shardwright.core.presets import preset
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.plan.command import load_model, make_plan, plan_layout
-from shardwright.plan.search import default_global_batch, neighbours, price_with_neighbours, search
+from shardwright.plan.report import html_report, write_report
+from shardwright.plan.search import default_global_batch, exhaustive, neighbours, price_with_neighbours, search
 from shardwright.plan.step_time import Pricer
 
 KEYS = {
     "model", "cluster", "layout", "fits", "memory", "communication", "pipeline", "step", "assumptions", "dropped_terms",
     "candidates", "rejected",
 }  # fmt: skip
+
+
+def test_a_page_holds_everything(tmp_path: Path) -> None:
+    made = make_plan("llama-3.1-8b", "h100-80gb:2x8", None, 8192, 32, 3)
+    layout = make_plan("llama-3.1-8b", "h100-80gb:2x8", "tp=2,pp=4,dp=2,schedule=zb_h1,microbatches=8", 8192, 16, 3)
+    page, other = (html_report(planned.plan, planned.pricer) for planned in (made, layout))
+    for text in (page, other):
+        assert not re.search(r"(src|href)=|<script|<link|@import|url\(", text)  # self-contained
+        assert text.count("<svg") == text.count("</svg>") >= 3
+        for line in ("Memory per pipeline stage", "The step", "Traffic per link", "Assumed", "Left out"):
+            assert line in text
+    assert "The search" in page
+    assert "The pipeline" in other
+    assert "weight gradient" in other
+    write_report(tmp_path / "plan.html", made.plan, made.pricer)
+    assert (tmp_path / "plan.html").read_text() == page
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_report(tmp_path / "no" / "plan.html", made.plan, made.pricer)
+
+
+def test_the_search_is_near_the_exhaustive_best() -> None:
+    model, cluster = preset("llama-3.1-8b"), Cluster.parse("h100-80gb:2x2")
+    best = exhaustive(Pricer(model, cluster, 4096), 8)
+    assert search(model, cluster, 4096, 8).step.seconds <= 1.02 * best.step.seconds
+
+
+def test_near_misses_say_what_would_make_them_fit() -> None:
+    plan = search(preset("llama-3.1-70b"), Cluster.parse("h100-80gb:4x8"), 8192, 64)
+    near = [candidate.reason for candidate in plan.rejected if candidate.layout is not None]
+    assert near
+    assert any("; fits with " in reason for reason in near)
 
 
 def test_70b_on_1024_gpus_in_seconds() -> None:

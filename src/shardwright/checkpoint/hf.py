@@ -281,14 +281,19 @@ def from_hf_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[
     """Tensors by the names of the family's files -> full weights by our names, in the dtype of the file.
 
     Strict: what is missing, unexpected or of another shape is listed in a `CheckpointError`. Left out without a word
-    are known buffers and, in a tied model, a head that equals the embedding.
+    are known buffers, heads for further tokens (DeepSeek-V3's layers behind the last) and, in a tied model, a head that
+    equals the embedding.
     """
     return _from_hf(config, tensors, f"{config.name}: the file")
 
 
 def _from_hf(config: ModelConfig, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     specs, names = parameter_specs(config), hf_names(config)
-    found = {_full_name(config, name): tensor for name, tensor in tensors.items() if not name.endswith(_BUFFERS)}
+    found = {
+        _full_name(config, name): tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(_BUFFERS) and not _is_further_head(config, name)
+    }
     if config.tied_head and "lm_head.weight" in found:
         embedding = next(tensor.name for tensor in names if tensor.parts == ("embedding.token.weight",))
         if embedding in found and not torch.equal(found.pop("lm_head.weight"), found[embedding]):
@@ -305,6 +310,13 @@ def _from_hf(config: ModelConfig, tensors: Mapping[str, Tensor], source: str) ->
     for tensor in names:
         tensor.split(found[tensor.name], specs, weights)
     return {name: weights[name] for name in specs}
+
+
+def _is_further_head(config: ModelConfig, name: str) -> bool:
+    """Whether the tensor belongs to DeepSeek-V3's prediction of tokens after the next one, kept as layers behind the last."""
+    parts = name.split(".")
+    layer = parts[2] if config.family == "deepseek_v3" and parts[:2] == ["model", "layers"] else ""
+    return layer.isdecimal() and int(layer) >= config.num_layers
 
 
 def _full_name(config: ModelConfig, name: str) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -122,6 +123,9 @@ class RankGrid:
 
     def axis_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of an axis by name (a mesh axis, a composite axis, or what :meth:`degree` knows), ranks ascending."""
+        return _axis_groups(self, axis)
+
+    def _groups_of(self, axis: str) -> tuple[tuple[int, ...], ...]:
         if axis in ("ep", "edp"):
             return self._folded_groups(axis)
         if axis == "tied":
@@ -158,3 +162,9 @@ class RankGrid:
             rows = [ranks[start : start + self.ep] for start in range(0, len(ranks), self.ep)]
             groups += rows if axis == "ep" else [tuple(column) for column in zip(*rows, strict=True)]
         return tuple(groups)
+
+
+@lru_cache(maxsize=128)
+def _axis_groups(grid: RankGrid, axis: str) -> tuple[tuple[int, ...], ...]:
+    """`RankGrid.axis_groups`, remembered: a dry run of every stage asks for the same groups of many thousand ranks."""
+    return grid._groups_of(axis)

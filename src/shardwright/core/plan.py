@@ -113,7 +113,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """One priced layout with its neighbours. ``memory`` is heaviest stage first."""
+    """One priced layout with its neighbours. ``memory`` is heaviest stage first; ``explored`` holds what a search priced,
+    with the device bytes of each."""
 
     model: ModelConfig
     layout: Layout
@@ -128,6 +129,7 @@ class Plan:
     dropped_terms: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     rejected: tuple[Candidate, ...] = ()
+    explored: tuple[Candidate, ...] = ()
 
     @property
     def capacity(self) -> int:

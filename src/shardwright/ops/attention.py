@@ -50,11 +50,11 @@ class CausalAttend:
     """
 
     def __init__(self, lengths: Sequence[int], windows: Sequence[int | None] = ()) -> None:
-        self.lengths, self._windows = tuple(lengths), tuple(windows)
+        self.lengths, self.windows = tuple(lengths), tuple(windows)
         self._runs = [(length, len(list(same))) for length, same in groupby(self.lengths)]
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        window = self._windows[layer] if self._windows else None
+        window = self.windows[layer] if self.windows else None
         if len(self._runs) == 1:
             return _batched(q, k, v, self._runs[0][0], True, window)
         sizes = [length * count for length, count in self._runs]

@@ -16,8 +16,15 @@ from torch import Tensor
 from shardwright.ops.gradients import first_order, joined, slot_of, write_linear
 
 
-def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
-    """x (T, I) times each weight, outputs side by side (T, O): one matrix product when the weights lie side by side."""
+def product(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), out: Tensor | None = None
+) -> Tensor:
+    """x (T, I) times each weight, outputs side by side (T, O): one matrix product when the weights lie side by side.
+
+    ``out``: where one matrix product without biases is written to; no graph is made.
+    """
+    if out is not None and len(weights) == 1 and not biases:
+        return torch.mm(x, weights[0].t(), out=out)
     bias = (torch.cat(list(biases)) if len(biases) > 1 else biases[0]) if biases else None
     whole = joined(weights)
     if whole is not None:
@@ -26,13 +33,13 @@ def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ())
     return y if bias is None else y.add_(bias)
 
 
-def input_gradient(dy: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """dy (T, O) -> dx (T, I), the sum over the fused weights."""
+def input_gradient(dy: Tensor, weights: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """dy (T, O) -> dx (T, I), the sum over the fused weights, written to ``out`` if that is given; no graph is made."""
     whole = joined(weights)
     if whole is not None:
-        return dy @ whole
+        return torch.mm(dy, whole, out=out)
     first, *others = zip(dy.split([weight.shape[0] for weight in weights], dim=1), weights, strict=True)
-    dx: Tensor = first[0] @ first[1]
+    dx = torch.mm(first[0], first[1], out=out)
     for piece, weight in others:
         dx.addmm_(piece, weight)
     return dx

@@ -196,19 +196,17 @@ class Executor:
         flight = self._in_flight[stage, m] = _InFlight()
         self._held[stage] += 1
         self.most_in_flight[stage] = max(self.most_in_flight[stage], self._held[stage])
-        microbatch = self._microbatches[m]
-        x = microbatch.tokens if stage == 0 else self._activations.pop((stage, m))
-        for name, unit in self.stages[stage].units.items():
+        x = self._microbatches[m].tokens if stage == 0 else self._activations.pop((stage, m))
+        for name in self.stages[stage].units:
             self.weights.acquire(name)
             x = x.detach()
             if self.recompute == "full":
                 with torch.no_grad():
-                    y = unit(x, microbatch)
+                    y = self._unit_forward(stage, m, name, x)
             else:
                 x = x.requires_grad_(x.is_floating_point())
-                y = unit(x, microbatch)
+                y = self._unit_forward(stage, m, name, x)
                 flight.outputs.append(y)
-            self.sides.forward_done(name, m, microbatch, again=False)
             self.weights.release(name)
             flight.inputs.append(x)
             x = y
@@ -217,29 +215,39 @@ class Executor:
         else:
             self._activations[stage + 1, m] = x.detach()
 
+    def _unit_forward(self, stage: int, m: int, name: str, x: Tensor, *, again: bool = False) -> Tensor:
+        """One unit's forward; ``again``: repeated before its backward."""
+        y = self.stages[stage].units[name](x, self._microbatches[m])
+        self.sides.forward_done(name, m, self._microbatches[m], again=again)
+        return y
+
+    def _unit_backward(self, stage: int, m: int, name: str, x: Tensor, y: Tensor, gradient: Tensor) -> Tensor:
+        """One unit's backward: the gradient of its input (what came, where there is none)."""
+        outputs, gradients = self.sides.side_losses(name, m)
+        if y.requires_grad:  # not so for an embedding whose parameters are all frozen
+            torch.autograd.backward([y, *outputs], [gradient.to(y.dtype), *gradients])
+        if x.grad is not None:
+            gradient, x.grad = x.grad, None
+        return gradient
+
     def _backward(self, stage: int, m: int, *, defer: bool) -> None:
         last = stage == self.schedule.num_stages - 1
         flight = self._in_flight[stage, m]
         gradient = self._loss_scale if last else self._gradients.pop((stage, m))
         queue = self.reducer.queue
         queue.defer = defer
-        for name, unit in reversed(list(self.stages[stage].units.items())):
+        for name in reversed(list(self.stages[stage].units)):
             self.weights.acquire(name)
             x = flight.inputs.pop()
             if self.recompute == "full":
                 x = x.requires_grad_(x.is_floating_point())
                 with self.recorder.phase("recompute"):
-                    y = unit(x, self._microbatches[m])
-                self.sides.forward_done(name, m, self._microbatches[m], again=True)
+                    y = self._unit_forward(stage, m, name, x, again=True)
             else:
                 y = flight.outputs.pop()
-            outputs, gradients = self.sides.side_losses(name, m)
-            if y.requires_grad:  # not so for an embedding whose parameters are all frozen
-                torch.autograd.backward([y, *outputs], [gradient.to(y.dtype), *gradients])
-            del y, outputs
+            gradient = self._unit_backward(stage, m, name, x, y, gradient)
+            del y
             self.weights.release(name)
-            if x.grad is not None:
-                gradient, x.grad = x.grad, None
             if defer:
                 flight.deferred.append((name, queue.take()))
             else:

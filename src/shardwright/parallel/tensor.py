@@ -73,6 +73,10 @@ class Region:
 
     # -- without autograd, chunk by chunk ----------------------------------------------------------------
 
+    def sent_rows(self, rows: int, like: Tensor, width: int) -> Tensor:
+        """An uninitialised (rows, width) that the axis moves best: over shared memory peers read it in place."""
+        return self.comm.empty(rows * width, like.dtype, like.device).view(rows, width)
+
     def pieces(self, rows: int) -> tuple[slice, ...]:
         """The chunks of ``rows`` tokens of one block."""
         return chunk_slices(rows, self.chunks)
@@ -106,7 +110,7 @@ class Region:
 
     def start_gather(self, own: Tensor, name: str) -> tuple[Tensor, Work]:
         """Start to gather a chunk's rows (k, I) of every rank's block -> (tp k, I)."""
-        whole = own.new_empty((own.shape[0] * self.size, own.shape[1]))
+        whole = self.sent_rows(own.shape[0] * self.size, own, own.shape[1])
         return whole, self.comm.all_gather_start(whole, own.contiguous(), name=name)
 
 
@@ -158,7 +162,8 @@ class _ColumnLinear(torch.autograd.Function):
         reducing = []
         if ctx.needs_input_grad[0]:
             for piece in region.pieces(x.shape[0]):
-                partial = input_gradient(region.chunk(dy, piece), weights)
+                chunk = region.chunk(dy, piece)
+                partial = input_gradient(chunk, weights, region.sent_rows(chunk.shape[0], x, x.shape[1]))
                 reducing.append(region.start_sum(partial, f"{ctx.name} gradient"))
         if gathering is not None:
             gathering.wait()
@@ -176,7 +181,11 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.region, ctx.name, ctx.weight = region, name, weight
         pieces = region.pieces(x.shape[0] // region.blocks)
-        summing = [region.start_sum(product(region.chunk(x, piece), [weight]), name) for piece in pieces]
+        summing = []
+        for piece in pieces:
+            chunk = region.chunk(x, piece)
+            partial = product(chunk, [weight], out=region.sent_rows(chunk.shape[0], x, weight.shape[0]))
+            summing.append(region.start_sum(partial, name))
         y = _joined_rows([part.wait() for part in summing])
         assert y is not None
         return y

@@ -276,12 +276,19 @@ class DataParallel(nn.Module):
 
 
 def _watch(model: DataParallel) -> None:
-    """Notice every optimizer step that updates ``model``'s shards: its parameters are then not those of the shards."""
+    """Notice every optimizer step that updates ``model``'s shards: its parameters are then not those of the shards.
+
+    An optimizer of the module's own parameters would do nothing, as these have no gradients: refused.
+    """
     seen, mine = weakref.ref(model), {id(shard) for shard in model.shards()}
+    not_mine = {id(parameter) for parameter in model.module.parameters()}
 
     def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         wrapped = seen()
-        if wrapped is not None and any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]} if wrapped is not None else set()
+        if wrapped is not None and updated & not_mine:
+            raise ConfigError("the optimizer has the module's parameters, whose gradients are sharded; give it model.shards()")
+        if wrapped is not None and updated & mine:
             wrapped._updated = True
 
     weakref.finalize(model, register_optimizer_step_post_hook(stepped).remove)

@@ -23,7 +23,8 @@ from rich.table import Table
 from shardwright.core.plan import GIB
 from shardwright.errors import ShardwrightError
 from shardwright.plan.compute import compute_peak
-from shardwright.plan.rows import Case, Refused, read_cases
+from shardwright.plan.rows import Case, Refused
+from shardwright.plan.serving_rows import LOW_CONCURRENCY, ServingCase, read_runs, serving_errors
 from shardwright.plan.stack import stack_of
 from shardwright.plan.step_time import Pricer
 
@@ -94,12 +95,25 @@ def _choices(cases: Sequence[Case], predicted: Sequence[float]) -> dict[str, Any
     }
 
 
-def assess(found: Sequence[Case | Refused]) -> dict[str, Any]:
+Run = Case | ServingCase | Refused
+
+
+def assess(found: Sequence[Run]) -> dict[str, Any]:
     """The figures of every group, as the command prints them."""
-    groups: dict[str, list[Case | Refused]] = defaultdict(list)
+    groups: dict[str, list[Run]] = defaultdict(list)
     for case in found:
         groups[case.group].append(case)
-    return {"groups": {name: _group(cases) for name, cases in groups.items()}}
+    return {"groups": {name: _figures(cases) for name, cases in groups.items()}}
+
+
+def _figures(found: Sequence[Run]) -> dict[str, Any]:
+    serving = [case for case in found if isinstance(case, ServingCase)]
+    if not serving:
+        return _group([case for case in found if not isinstance(case, ServingCase)])
+    result: dict[str, Any] = {"rows": len(found), "priced": len(serving), "refused": {}, **serving_errors(serving)}
+    if "all" in result:
+        result |= result["all"]["tpot"]
+    return result
 
 
 def _group(found: Sequence[Case | Refused]) -> dict[str, Any]:
@@ -111,7 +125,7 @@ def _group(found: Sequence[Case | Refused]) -> dict[str, Any]:
     for case in found:
         if isinstance(case, Refused):
             continue
-        pricer = Pricer(case.model, case.cluster, case.seq, stack_of(case.stack))
+        pricer = Pricer(case.model, case.cluster, case.seq, case.stack_for(stack_of(case.stack)))
         try:
             plan = pricer.price(case.layout)
         except ShardwrightError as error:
@@ -174,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
     options = parser.parse_args(arguments)
     try:
-        result = assess([case for path in options.files for case in read_cases(path)])
+        result = assess([case for path in options.files for case in read_runs(path)])
     except ShardwrightError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -192,6 +206,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(
                 f"{name}: {oom['refused']} of {oom['rows']} runs that ran out of memory do not fit by the plan"
             )
+        for name_of, key in (("", "all"), (f" at up to {LOW_CONCURRENCY} requests", "low_concurrency")):
+            if key in group:
+                tpot, ttft = group[key]["tpot"], group[key]["ttft"]
+                console.print(
+                    f"{name}{name_of}: {group[key]['rows']} rows; TPOT {tpot['mape']:.1f} % (median {tpot['median']:.1f}, "
+                    f"straw man {tpot['straw_man']['mape']:.1f}), TTFT {ttft['mape']:.1f} % (median {ttft['median']:.1f}, "
+                    f"straw man {ttft['straw_man']['mape']:.1f})",
+                    highlight=False, soft_wrap=True,
+                )  # fmt: skip
         if "memory" in group:
             console.print(
                 f"{name}: device memory {group['memory']['mape']:.1f} % off, {group['memory']['bias']:+.1f} %"

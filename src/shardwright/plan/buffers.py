@@ -100,18 +100,21 @@ def reduction_peak(
     """
     now = float(sum(group.size for group in held)) if deferred else 0.0
     peak, flying = 0.0, list[float]()
+    begins, ends = [0] * num_units, [list[Held]() for _ in range(num_units)]
+    for group in held:
+        begins[group.last] += 0 if deferred else group.size
+        ends[group.first].append(group)
     for run in range(passes):
         apart = parts or run > 0
         for place in reversed(range(num_units)):
-            now += sum(group.size for group in held if group.last == place and not deferred)
+            now += begins[place]
             other = beside[place] if beside else 0.0
             peak = max(peak, now + other)
-            for group in held:
-                if group.first == place:
-                    if len(flying) == IN_FLIGHT:
-                        now -= flying.pop(0)
-                    extra = -(-group.size // shards) if apart else 0
-                    now += extra
-                    flying.append(group.size + extra)
-                    peak = max(peak, now + other)
+            for group in ends[place]:
+                if len(flying) == IN_FLIGHT:
+                    now -= flying.pop(0)
+                extra = -(-group.size // shards) if apart else 0
+                now += extra
+                flying.append(group.size + extra)
+                peak = max(peak, now + other)
     return peak

@@ -12,12 +12,14 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ShardwrightError
-from shardwright.plan.rows import Case, Refused, read_cases
+from shardwright.plan.rows import Case, Refused
+from shardwright.plan.serving_rows import ServingCase, read_runs, serving_loss, unsaturated
 from shardwright.plan.stack import Stack, read_tables, stack_of, write_tables
 from shardwright.plan.step_time import Pricer
 
@@ -26,11 +28,15 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "memory": (0.3, 1.0), "launch": (1e-7, 3e-5), "host": (1e-7, 1e-4), "intra": (0.1, 1.0), "inter": (0.1, 1.0),
     "latency": (0.05, 20.0), "fused": (0.2, 2.5), "dp_overlap": (1e-3, 1.0), "tp_overlap": (1e-3, 0.95),
     "ep_overlap": (1e-3, 0.95), "p2p_overlap": (1e-3, 1.0), "contention": (1e-3, 1.0), "imbalance": (1.0, 1.5),
-    "step_seconds": (1e-5, 5.0),
+    "step_seconds": (1e-5, 5.0), "kv": (0.1, 1.0), "request_seconds": (1e-4, 1.0), "burst": (1e-3, 1.0),
+    "skew": (0.05, 2.5), "quantise": (0.1, 16.0), "async_tp": (0.05, 1.0),
 }  # fmt: skip
 PULL = 0.03
 """Weight of the squared logarithm of a constant over its starting value."""
 FOLDS, MOST_ROWS, ROUNDS = 4, 120, 200
+SERVING_FOLDS = 3
+EXPERT_FIELDS = ("gemm_fp4", "grouped", "skew")
+"""Constants of serving engines that only models with experts tell."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class FitResult:
 
 def predict(case: Case, stack: Stack, *, exact: bool = False) -> float:
     """Seconds of a step of ``case``."""
-    pricer = Pricer(case.model, case.cluster, case.seq, stack)
+    pricer = Pricer(case.model, case.cluster, case.seq, case.stack_for(stack))
     return pricer.price(case.layout).step.seconds if exact else pricer.quick(case.layout)
 
 
@@ -60,7 +66,17 @@ def fit(cases: Sequence[Case], start: Stack, names: Sequence[str], rounds: int =
     measured = [case for case in cases if case.seconds]
     if not measured or not names:
         return start
-    bases = [(Pricer(case.model, case.cluster, case.seq, start), case.layout, case.seconds or 1.0) for case in measured]
+    bases = [(Pricer(case.model, case.cluster, case.seq, start), case, case.seconds or 1.0) for case in measured]
+
+    def error(stack: Stack) -> float:
+        found = ((base.with_stack(case.stack_for(stack)).quick(case.layout), seconds) for base, case, seconds in bases)
+        return sum(abs(log(predicted / seconds)) for predicted, seconds in found) / len(bases)
+
+    return least(error, start, names, rounds)
+
+
+def least(error: Callable[[Stack], float], start: Stack, names: Sequence[str], rounds: int) -> Stack:
+    """``start`` with the fields ``names`` moved, within their bounds, to where ``error`` with its pull is least."""
     origin = [log(max(getattr(start, name), BOUNDS[name][0])) for name in names]
 
     def at(point: Sequence[float]) -> Stack:
@@ -71,11 +87,7 @@ def fit(cases: Sequence[Case], start: Stack, names: Sequence[str], rounds: int =
         return replace(start, **values)
 
     def loss(point: Sequence[float]) -> float:
-        stack = at(point)
-        error = sum(abs(log(base.with_stack(stack).quick(layout) / seconds)) for base, layout, seconds in bases) / len(
-            bases
-        )
-        return error + PULL * sum((a - b) ** 2 for a, b in zip(point, origin, strict=True))
+        return error(at(point)) + PULL * sum((a - b) ** 2 for a, b in zip(point, origin, strict=True))
 
     return at(simplex(loss, origin, rounds))
 
@@ -126,6 +138,50 @@ def calibrate(cases: Sequence[Case], start: Stack, names: Sequence[str]) -> FitR
     return FitResult(fitted, len(measured), mean_error(measured, fitted), total / len(measured) if folds else 0.0)
 
 
+def calibrate_serving(cases: Sequence[ServingCase], start: Stack, names: Sequence[str]) -> tuple[Stack, dict[str, Any]]:
+    """Fit an engine's constants on runs whose requests all had cache, and each fold's runs on the others'.
+
+    Returns the stack and its ``fit``: mean errors of TPOT (``mape``) and TTFT on the rows, and on rows held out.
+    """
+    usable = unsaturated(list({(case.label, case.layout, case.tpot): case for case in cases}.values()), start)
+    rows = usable[:: -(-len(usable) // MOST_ROWS)]
+
+    def fitted(some: Sequence[ServingCase], begin: Stack, rounds: int) -> Stack:
+        """Constants of dense models on their rows, then those of experts on the others."""
+        dense = [case for case in some if case.model.moe is None]
+        experts = [case for case in some if case.model.moe is not None]
+        common = [name for name in names if name not in EXPERT_FIELDS]
+        parts = (
+            ((dense, common), (experts, [name for name in names if name in EXPERT_FIELDS]))
+            if dense
+            else ((experts, names),)
+        )
+        for part, fields in parts:
+            if part and fields:
+                begin = least(partial(serving_loss, part), begin, fields, rounds)
+        return begin
+
+    stack = fitted(rows, start, ROUNDS)
+    held: list[tuple[float, float]] = []
+    folds = min(SERVING_FOLDS, len(rows) // 2)
+    for fold in range(folds):
+        others = [case for index, case in enumerate(rows) if index % folds != fold]
+        held += [
+            _serving_error(case, other) for other in [fitted(others, stack, ROUNDS // 4)] for case in rows[fold::folds]
+        ]
+    own = [_serving_error(case, stack) for case in rows]
+    found: dict[str, Any] = {"rows": len(rows)}
+    for name, pairs in (("", own), ("held_out_", held)):
+        found[f"{name}mape"] = round(100 * sum(tpot for tpot, _ in pairs) / max(len(pairs), 1), 2)
+        found[f"{name}ttft_mape"] = round(100 * sum(ttft for _, ttft in pairs) / max(len(pairs), 1), 2)
+    return stack, found
+
+
+def _serving_error(case: ServingCase, stack: Stack) -> tuple[float, float]:
+    times = case.price(stack).times
+    return abs(times.tpot_seconds / case.tpot - 1), abs(times.ttft_seconds / case.ttft - 1)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fit every stack that the files have rows of, and write the table."""
     parser = argparse.ArgumentParser(prog="python -m shardwright.plan.calibrate", description=__doc__.splitlines()[0])
@@ -134,26 +190,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stack", action="append", help="fit this stack only; repeatable")
     options = parser.parse_args(arguments)
     try:
-        found = [case for path in options.files for case in read_cases(path) if not isinstance(case, Refused)]
+        found = [case for path in options.files for case in read_runs(path) if not isinstance(case, Refused)]
         tables = read_tables()
         for name, table in tables.items():
-            cases = [case for case in found if case.stack == name and case.seconds]
             names = table["fit"].get("fields", [])
-            if not cases or not names or (options.stack and name not in options.stack):
+            if not names or (options.stack and name not in options.stack):
                 continue
-            result = calibrate(cases, stack_of(name, tables), names)
-            for field in names:
-                table[field] = float(f"{getattr(result.stack, field):.4g}")
-            table["fit"] |= {
-                "rows": result.rows, "mape": round(result.mape, 2), "held_out_mape": round(result.held_out_mape, 2)
-            }  # fmt: skip
+            if not _refit(name, tables, found):
+                continue
             if options.out:  # after each stack: what is done stays done
                 options.out.write_text(write_tables(tables), encoding="utf-8")
-            print(f"{name}: {result.rows} rows, {result.mape:.1f} %, held out {result.held_out_mape:.1f} %", flush=True)
+            table_fit = table["fit"]
+            print(
+                f"{name}: {table_fit['rows']} rows, {table_fit['mape']} %, held out {table_fit['held_out_mape']} %",
+                flush=True,
+            )
     except ShardwrightError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _refit(name: str, tables: dict[str, dict[str, Any]], found: Sequence[Case | ServingCase]) -> bool:
+    """Put new constants and their errors into the table of ``name``; False where there are no rows for it."""
+    table = tables[name]
+    names = table["fit"]["fields"]
+    training = [case for case in found if isinstance(case, Case) and case.stack == name and case.seconds]
+    serving = [case for case in found if isinstance(case, ServingCase) and case.stack == name]
+    start = stack_of(name, tables)
+    if training:
+        result = calibrate(training, start, names)
+        stack = result.stack
+        table["fit"] |= {
+            "rows": result.rows, "mape": round(result.mape, 2), "held_out_mape": round(result.held_out_mape, 2)
+        }  # fmt: skip
+    elif serving:
+        stack, errors = calibrate_serving(serving, start, names)
+        table["fit"] |= errors
+    else:
+        return False
+    for field in names:
+        table[field] = float(f"{getattr(stack, field):.4g}")
+    return True
 
 
 if __name__ == "__main__":

@@ -12,9 +12,12 @@ from shardwright.core.layout import Layout, layout_values
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.plan import Plan
 from shardwright.errors import ConfigError, LayoutError
+from shardwright.plan.compute import OPERAND_BYTES
 from shardwright.plan.explain import assumptions, dropped_terms
 from shardwright.plan.search import default_global_batch, price_with_neighbours, search
-from shardwright.plan.stack import Fit, default_stack, fit_of
+from shardwright.plan.serve_search import ServingPlan, Target, plan_serving
+from shardwright.plan.serving import Load, ServingPricer
+from shardwright.plan.stack import Fit, default_stack, fit_of, serving_stack
 from shardwright.plan.step_time import Pricer
 
 DEFAULT_SEQ = 8192
@@ -75,7 +78,13 @@ def plan_layout(text: str, cluster: Cluster, global_batch: int | None) -> Layout
 
 
 def make_plan(
-    model: str, cluster: str, layout: str | None, seq: int | None, global_batch: int | None, top: int
+    model: str,
+    cluster: str,
+    layout: str | None,
+    seq: int | None,
+    global_batch: int | None,
+    top: int,
+    precision: str | None = None,
 ) -> Planned:
     """Price one layout with its neighbours, or search; raises :class:`ConfigError` for what cannot be."""
     config, machine = load_model(model), Cluster.load(cluster)
@@ -86,13 +95,41 @@ def make_plan(
     if seq is None:
         notes.append(f"sequences of {length} tokens (--seq)")
     if layout is not None:
-        plan = price_with_neighbours(pricer, plan_layout(layout, machine, global_batch), top)
+        text = f"{layout},precision={precision}" if precision and "precision" not in layout_values(layout) else layout
+        plan = price_with_neighbours(pricer, plan_layout(text, machine, global_batch), top)
     else:
         if global_batch is None:
             notes.append(f"{default_global_batch(machine, length)} sequences a step (--global-batch)")
-        precision = "bf16" if machine.chip.bf16 or machine.chip.fp16 else "fp32"
-        plan = search(config, machine, length, global_batch, precision=precision, top=top, stack=stack)
+        wanted = precision or ("bf16" if machine.chip.bf16 or machine.chip.fp16 else "fp32")
+        plan = search(config, machine, length, global_batch, precision=wanted, top=top, stack=stack)
     fit = fit_of(stack.name) if stack.name != "default" else Fit("none")
     return Planned(
         replace(plan, assumptions=(*notes, *assumptions(plan, stack, fit)), dropped_terms=dropped_terms(plan)), pricer
     )
+
+
+def make_serving_plan(
+    model: str, cluster: str, layout: str | None, load: Load, target: Target, precision: str | None, top: int
+) -> ServingPlan:
+    """Price one serving group, or search for the best; raises :class:`ConfigError` for what cannot be.
+
+    Without ``precision`` weights are in bf16, where the chip has it.
+    """
+    config, machine = load_model(model), Cluster.load(cluster)
+    if config.max_positions < load.length:
+        raise ConfigError(
+            f"{load.input_tokens} + {load.output_tokens} tokens are more than the {config.max_positions} positions of "
+            f"{config.name}; shorten them"
+        )
+    chosen = None
+    if layout is not None:
+        values = layout_values(layout)
+        values.setdefault("precision", precision or "bf16")
+        chosen = Layout.of(values)
+    wanted = chosen.precision if chosen is not None else precision or "bf16"
+    if wanted not in OPERAND_BYTES:
+        raise ConfigError(f"precision={wanted} is not known; use one of {', '.join(OPERAND_BYTES)}")
+    stack = serving_stack(machine.chip)
+    fit = fit_of(stack.name) if stack.name != "default" else Fit("none")
+    pricer = ServingPricer(config, machine, stack)
+    return plan_serving(pricer, load, target, chosen, wanted, top, fit)

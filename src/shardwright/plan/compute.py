@@ -69,6 +69,8 @@ class Kernels:
     stack: Stack
     precision: str
     cost: UnitCost = field(default_factory=UnitCost)
+    arithmetic: str = ""
+    """Precision of the arithmetic where operands are only stored in ``precision``; empty: the same."""
 
     def __post_init__(self) -> None:
         self._memory_rate = self.chip.memory_bandwidth * self.stack.memory
@@ -80,7 +82,7 @@ class Kernels:
             return 0.0
         useful = _useful_share(m, n, groups, self.chip.num_sms)
         share = self.stack.gemm(precision) * useful * (self.stack.grouped if groups > 1 else 1.0)
-        arithmetic = 2.0 * m * n * k * groups / (compute_peak(self.chip, precision) * share)
+        arithmetic = 2.0 * m * n * k * groups / (compute_peak(self.chip, self.arithmetic or precision) * share)
         size, out = OPERAND_BYTES.get(precision, 2.0), ACTIVATION_BYTES.get(precision, 2)
         memory = groups * (size * k * (m + n) + out * m * n) / self._memory_rate
         return self.stack.launch + max(arithmetic, memory)
@@ -90,6 +92,10 @@ class Kernels:
         cost = self.cost
         cost.forward += self.gemm_seconds(m, n, k, groups, precision)
         cost.backward_input += self.gemm_seconds(m, k, n, groups, precision)
+        if self.stack.quantise and (precision or self.precision) in ("fp8", "fp4"):
+            rate = self.stack.quantise / self._memory_rate
+            cost.forward += groups * (m + n) * k * rate
+            cost.backward_input += groups * m * n * rate
         cost.backward_weight += self.gemm_seconds(n, k, m, groups, precision)
         cost.flops_forward += 2.0 * m * n * k * groups
         cost.flops_backward += 4.0 * m * n * k * groups
@@ -200,13 +206,13 @@ def layer_cost(model: ModelConfig, kind: LayerKind, shape: Shape, kernels: Kerne
     if kind.moe:
         _experts(model, shape, kernels, size)
     else:
-        _mlp(model, shape.tokens, model.ffn_dim / shape.tp, kernels, size)
+        mlp(model, shape.tokens, model.ffn_dim / shape.tp, kernels, size)
     return kernels.cost
 
 
-def _attention(model: ModelConfig, kind: LayerKind, shape: Shape, kernels: Kernels, size: int) -> None:
-    tokens, tp, hidden = shape.tokens, shape.tp, model.dim
-    heads = model.num_heads / tp
+def attention_products(model: ModelConfig, tokens: float, tp: int, kernels: Kernels) -> None:
+    """The products into and out of attention, with their latents where attention is latent."""
+    heads, hidden = model.num_heads / tp, model.dim
     if model.mla is not None:
         mla = model.mla
         if mla.q_lora_rank is None:
@@ -216,23 +222,28 @@ def _attention(model: ModelConfig, kind: LayerKind, shape: Shape, kernels: Kerne
             kernels.linear(tokens, heads * model.head_dim, mla.q_lora_rank)
         kernels.linear(tokens, mla.kv_lora_rank + mla.rope_head_dim, hidden)
         kernels.linear(tokens, heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
-        width, out = model.head_dim + mla.v_head_dim, heads * mla.v_head_dim
-        rotated = 2 * heads * model.head_dim
+        out = heads * mla.v_head_dim
     else:
-        kv_heads = max(model.num_kv_heads / tp, 1)
-        kernels.linear(tokens, (heads + 2 * kv_heads) * model.head_dim, hidden)
-        width, out = 2 * model.head_dim, heads * model.head_dim
-        rotated = (heads + kv_heads) * model.head_dim
-    kernels.elementwise(2 * size * tokens * rotated, backward=1.0, kernels=2)
+        kernels.linear(tokens, (heads + 2 * max(model.num_kv_heads / tp, 1)) * model.head_dim, hidden)
+        out = heads * model.head_dim
+    kernels.linear(tokens, hidden, out)
+
+
+def _attention(model: ModelConfig, kind: LayerKind, shape: Shape, kernels: Kernels, size: int) -> None:
+    tokens, heads = shape.tokens, model.num_heads / shape.tp
+    attention_products(model, tokens, shape.tp, kernels)
+    width = model.head_dim + (model.mla.v_head_dim if model.mla is not None else model.head_dim)
+    turned = heads if model.mla is not None else max(model.num_kv_heads / shape.tp, 1)
+    kernels.elementwise(2 * size * tokens * (heads + turned) * model.head_dim, backward=1.0, kernels=2)
     keys = min(kind.window or shape.seq, shape.seq)
     if kernels.stack.flash:
         kernels.fused_attention(tokens, keys, heads, width, causal=keys == shape.seq)
     else:
         kernels.unfused_attention(shape.sequences, shape.seq / shape.cp, shape.seq, heads, width)
-    kernels.linear(tokens, hidden, out)
 
 
-def _mlp(model: ModelConfig, rows: float, width: float, kernels: Kernels, size: int, groups: float = 1) -> None:
+def mlp(model: ModelConfig, rows: float, width: float, kernels: Kernels, size: int, groups: float = 1) -> None:
+    """One MLP of ``width`` channels on ``rows`` tokens, or one for each of ``groups`` experts."""
     inward = 2 if model.activation == "swiglu" else 1
     kernels.linear(rows, inward * width, model.dim, groups)
     kernels.elementwise((inward + 1) * size * rows * width * groups)
@@ -252,9 +263,9 @@ def _experts(model: ModelConfig, shape: Shape, kernels: Kernels, size: int) -> N
     kernels.elementwise(2 * 2 * size * own * moe.top_k * model.dim, backward=1.0, kernels=4)
     local_experts = moe.num_experts / shape.ep
     rows = own * moe.top_k / local_experts * kernels.stack.imbalance
-    _mlp(model, rows, moe.expert_dim, kernels, size, local_experts)
+    mlp(model, rows, moe.expert_dim, kernels, size, local_experts)
     if moe.shared_dim:
-        _mlp(model, shape.tokens, moe.shared_dim / shape.tp, kernels, size)
+        mlp(model, shape.tokens, moe.shared_dim / shape.tp, kernels, size)
 
 
 def embedding_cost(model: ModelConfig, shape: Shape, kernels: Kernels) -> UnitCost:

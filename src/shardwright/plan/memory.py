@@ -142,13 +142,16 @@ def layer_activation_bytes(
     dropout = model.dropout > 0
     norms = 4 * size * tokens * hidden / split + (8 * tokens / split if model.norm == "rmsnorm" else 0)
     masks = 2 * tokens * hidden / split if dropout else 0
+    kept = 1 - stack.selective_repeats if recompute == "selective" and stack.flash else 1.0
     total = norms + masks + _attention_bytes(model, shape, size, 4 if stack.flash else 0)
     if not stack.flash and recompute != "selective":
         keys = min(kind.window or shape.seq, shape.seq)
         total += tokens * model.num_heads * keys * (2 * size + 1 if dropout else size) / tp
     if kind.moe:
-        return total + _expert_bytes(model, shape, size)
-    return total + size * tokens * (3 if model.activation == "swiglu" else 2) * model.ffn_dim / tp
+        total += _expert_bytes(model, shape, size)
+    else:
+        total += size * tokens * (3 if model.activation == "swiglu" else 2) * model.ffn_dim / tp
+    return kept * stack.saved * total + (1 - kept) * size * tokens * hidden / split
 
 
 def _attention_bytes(model: ModelConfig, shape: Shape, size: int, statistics: int) -> float:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from shardwright.core.layout import Layout
 from shardwright.plan.stages import chunks_per_rank, stages_of_rank
 from shardwright.schedule.make import make_schedule
-from shardwright.schedule.simulate import Costs, Link, simulate
+from shardwright.schedule.simulate import Costs, Link, Timeline, simulate
 
 ROUNDS: Mapping[str, int] = MappingProxyType({"1f1b": 2, "gpipe": 2})
 OTHER_ROUNDS = 6
@@ -52,9 +52,14 @@ def makespan(layout: Layout, times: StageTimes, *, exact: bool = True) -> float:
     return second + (second - first) * ((m - base) // p - 1)
 
 
-def _simulated(layout: Layout, times: StageTimes) -> float:
+def run_rows(layout: Layout, times: StageTimes) -> Timeline:
+    """The schedule's rows on the clock."""
     costs = Costs(times.forward, times.backward, times.weight, Link(latency=times.link))
-    return simulate(make_schedule(layout), costs).makespan
+    return simulate(make_schedule(layout), costs)
+
+
+def _simulated(layout: Layout, times: StageTimes) -> float:
+    return run_rows(layout, times).makespan
 
 
 def _closed_form(layout: Layout, times: StageTimes) -> float:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from shardwright.core.cluster import Chip, Cluster, find_chip
 from shardwright.core.layout import Layout
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.presets import preset
 from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.plan.stack import Stack, eager
 
 Row = Mapping[str, str]
 
@@ -41,6 +42,17 @@ class Case:
     out_of_memory: bool = False
     family: str = ""
     memory_gib: float | None = None
+    eager: bool = False
+    """Without a compiler, where the stack's other rows have one."""
+
+    rowwise: bool = False
+    """fp8 with a scale for each row: operands are read and written once for either direction, twice in all."""
+
+    def stack_for(self, stack: Stack) -> Stack:
+        """``stack`` as this run used it."""
+        if self.rowwise:
+            stack = replace(stack, quantise=2 * stack.quantise)
+        return eager(stack) if self.eager else stack
 
 
 @dataclass(frozen=True)
@@ -52,21 +64,28 @@ class Refused:
     reason: str
 
 
-def read_cases(path: Path) -> list[Case | Refused]:
-    """Every row of a CSV file; raises :class:`ConfigError` for a file of another kind."""
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; raises :class:`ConfigError` where it cannot be read."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+            return list(csv.DictReader(file))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give a CSV file of measured runs") from None
+
+
+def training_cases(path: Path, rows: Sequence[Row]) -> list[Case | Refused]:
+    """Rows of a table of training runs; raises :class:`ConfigError` for a table of another kind."""
     columns = set(rows[0]) if rows else set()
     if "iteration time (ms)" in columns:
         return [_step_row(row) for row in rows]
     if {"source", "tokens_per_s_per_gpu"} <= columns:
         return [_published_row(row) for row in rows]
-    if "silicon_tpot_ms" in columns:
-        return [Refused(f"serving {row['backend']}", row["model_path"], "serving is not priced yet") for row in rows]
     raise ConfigError(f"{path} has the columns {sorted(columns)[:6]}..., which are no table of runs that is known")
+
+
+def read_cases(path: Path) -> list[Case | Refused]:
+    """Every row of a CSV file of training runs; raises :class:`ConfigError` for a file of another kind."""
+    return training_cases(path, read_rows(path))
 
 
 # -- step times of GPTs ------------------------------------------------------------------------------
@@ -177,7 +196,7 @@ def _published_case(row: Row, group: str, stack: str, label: str) -> Case:
     layout = _layout(row, model, stack)
     seq = int(row["seq_len"] or (2048 if "GPT" in row["model"] else 4096))
     cluster = node_cluster(chip, int(row["n_gpus"]), _per_node(row, chip), _inter(row))
-    oom = "OOM" in row["notes"]
+    oom = "OOM" in row["notes"] and not row["tokens_per_s_per_gpu"]
     seconds = None if oom else _seconds(row, model, layout, seq)
     kind = " MoE" if model.moe is not None else ""
     memory = float(row["mem_gb_per_gpu"]) if row["mem_gb_per_gpu"] else None
@@ -195,6 +214,8 @@ def _published_case(row: Row, group: str, stack: str, label: str) -> Case:
         out_of_memory=oom,
         family=f"{row['source'][:40]} {row['model']} {row['n_gpus']} {row['gpu']} {row['global_batch']} {row['precision']} {seq}",
         memory_gib=memory,
+        rowwise="rowwise" in row["precision"],
+        eager=bool(re.search(r"\beager\b|no compile|compile off", row["notes"])),
     )
 
 
@@ -218,10 +239,9 @@ def _release(row: Row, stack: str, chip: Chip) -> str:
 
 def _chip(row: Row) -> Chip:
     name = row["gpu"]
-    if name.startswith("H100-96GB"):  # HBM2e; under its limit of 500 W (of 700) it clocks about a fifth lower
-        chip = find_chip("h100")
-        slower: dict[str, Any] = {"bf16": 0.8 * 989e12, "fp16": 0.8 * 989e12, "fp8": 0.8 * 1978e12}
-        return replace(chip, memory_bytes=96 * 2**30, memory_bandwidth=2.4e12, **slower)
+    if name.startswith("H100-96GB") or ("torchtitan" in row["source"] and name == "H100"):
+        # the same machines (some of their runs use more than 80 GB): HBM2e; what a limit of 500 W costs is in the shares
+        return replace(find_chip("h100"), memory_bytes=96 * 2**30, memory_bandwidth=2.4e12)
     plain = re.sub(r"\s*\(.*\)", "", name).replace("TPU v", "tpu-v")
     if plain == "A100":
         plain = "A100-80GB"
@@ -297,6 +317,8 @@ def _layout(row: Row, model: ModelConfig, stack: str) -> Layout:
         raise ConfigError("the row does not give the whole layout")
     dp = gpus // (tp * pp * cp)
     sharding, recompute = row["zero/fsdp"].lower(), row["recompute"].lower()
+    if stack == "torchtitan" and not recompute:
+        recompute = "selective"  # the shipped default, and what the memory of such rows shows
     micro = int(row["micro_batch"] or 1)
     batch = int(row["global_batch"]) if row["global_batch"].isdigit() else _step_batch(row, micro, dp, pp)
     if batch % (dp * micro):
@@ -304,13 +326,15 @@ def _layout(row: Row, model: ModelConfig, stack: str) -> Layout:
     if stack == "torchtitan" and pp > 1:  # the column holds a rank's whole batch, which the schedule cuts into ones
         micro = 1
     sharded = sharding.startswith(("fsdp", "zero3")) and sharding != "no fsdp"
-    if "interleaved" in row["notes"] and not row["vpp"]:
-        virtual = model.num_layers // pp
+    notes = row["notes"].lower()
+    if "interleaved" in notes and not row["vpp"]:
+        virtual = 2 if stack == "torchtitan" else model.num_layers // pp  # torchtitan's own default
     virtual = min(virtual, model.num_layers // pp) if pp > 1 else 1
+    schedule = "interleaved_zb" if "interleavedzerobubble" in notes else "interleaved"
     return Layout(
         tp=tp, pp=pp, cp=cp, ep=ep, dp=dp,
         virtual=virtual,
-        schedule="interleaved" if virtual > 1 else "1f1b",
+        schedule=schedule if virtual > 1 else "1f1b",
         stages=_stages(model.num_layers, pp * virtual),
         zero=0 if sharding in ("ddp", "none") or "zero0" in sharding else 3 if sharded else 1,
         micro_batch=micro,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 from shardwright.core.cluster import Cluster
@@ -27,6 +28,8 @@ STEP_TOKENS = 4 * 2**20
 """Tokens of a step where no global batch is given."""
 REFINED = 16
 """Layouts that are priced by the schedule's rows."""
+MOST_EXPLORED = 2000
+"""Layouts that a report's picture of the search shows at most."""
 NEAREST, NEAR_MISSES = 24, 8
 """Of so many layouts that miss the memory by least, so many of the fastest are shown."""
 
@@ -64,20 +67,39 @@ def search(
     if batch < 1 or top < 1:
         raise ConfigError(f"global batch {batch} and top {top} must be at least 1")
     rejections = Rejections()
-    priced: list[tuple[float, str, Layout]] = []
+    priced: list[tuple[float, str, Layout, float]] = []
     for base in _degrees(pricer, batch, precision, rejections):
-        for layout in _fitting(pricer, base, rejections):
-            priced.append((pricer.quick(layout), str(layout), layout))
+        for layout, need in _fitting(pricer, base, rejections):
+            priced.append((pricer.quick(layout), str(layout), layout, need))
     if not priced:
         if not rejections.too_large:
             raise ConfigError(_nothing_legal(pricer, batch, rejections))
         smallest = min(rejections.too_large, key=lambda item: (item[0], str(item[1])))[1]
         return replace(pricer.price(smallest), rejected=_rejected(pricer, rejections))
     priced.sort(key=lambda item: item[:2])
-    plans = _refined(pricer, [layout for _, _, layout in priced[: max(REFINED, top)]])
+    plans = _refined(pricer, [layout for _, _, layout, _ in priced[: max(REFINED, top)]])
     best = plans[0]
     candidates = tuple(Candidate(p.layout, p.step.seconds, p.memory[0].total) for p in plans[:top])
-    return replace(best, candidates=candidates, rejected=_rejected(pricer, rejections))
+    explored = tuple(Candidate(layout, seconds, need) for seconds, _, layout, need in priced[:MOST_EXPLORED])
+    return replace(best, candidates=candidates, rejected=_rejected(pricer, rejections), explored=explored)
+
+
+def exhaustive(pricer: Pricer, batch: int, precision: str = "bf16") -> Plan:
+    """The fastest of all layouts of the search's space that fit, each with every memory saving and both rank orders, by
+    the schedule's rows: what the search's shortcuts are measured against. Slow; for small clusters.
+    """
+    best: tuple[float, str, Layout] | None = None
+    for base in _degrees(pricer, batch, precision, Rejections()):
+        for policy, sharding in product(("none", "selective", "full"), _shardings(base)):
+            layout = base.with_(recompute=policy, **sharding)
+            if pricer.peak_bytes(layout) > pricer.cluster.chip.memory_bytes:
+                continue
+            for one in _orders(layout):
+                found = (pricer.seconds(one), str(one), one)
+                best = found if best is None or found[:2] < best[:2] else best
+    if best is None:
+        raise ConfigError(f"no layout of {pricer.model.name} fits {pricer.cluster.world_size} GPUs; use more")
+    return pricer.price(best[2])
 
 
 def _degrees(pricer: Pricer, batch: int, precision: str, rejections: Rejections) -> Iterator[Layout]:
@@ -137,8 +159,9 @@ def _batches(pricer: Pricer, degrees: dict[str, int | str], sequences: int, reje
             yield layout
 
 
-def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[Layout]:
-    """``base`` with the memory savings that are worth pricing: for each recomputation the cheapest sharding that fits.
+def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[tuple[Layout, float]]:
+    """``base`` with the memory savings that are worth pricing, and their bytes: for each recomputation the cheapest
+    sharding that fits.
 
     Nothing else is looked at where plain sharding without recomputation fits.
     """
@@ -150,7 +173,7 @@ def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[L
             if need > pricer.cluster.chip.memory_bytes:
                 rejections.too_large.append((need, layout))
                 continue
-            yield layout
+            yield layout, need
             if policy == "none" and index == 0:
                 return
             break
@@ -170,9 +193,14 @@ def _refined(pricer: Pricer, layouts: Sequence[Layout]) -> list[Plan]:
     """Plans by the schedule's rows, fastest first; with several nodes in the other rank order as well."""
     found = []
     for layout in layouts:
-        orders = ("tp-cp-dp-pp", "tp-cp-pp-dp") if layout.pp > 1 and layout.dp > 1 else ("tp-cp-dp-pp",)
-        found += [pricer.price(layout.with_(order=order)) for order in orders]
+        found += [pricer.price(one) for one in _orders(layout)]
     return sorted(found, key=lambda plan: (plan.step.seconds, plan.memory[0].total))
+
+
+def _orders(layout: Layout) -> list[Layout]:
+    """``layout`` in both rank orders, where they differ."""
+    orders = ("tp-cp-dp-pp", "tp-cp-pp-dp") if layout.pp > 1 and layout.dp > 1 else ("tp-cp-dp-pp",)
+    return [layout.with_(order=order) for order in orders]
 
 
 def _rejected(pricer: Pricer, rejections: Rejections) -> tuple[Candidate, ...]:
@@ -189,8 +217,11 @@ def _rejected(pricer: Pricer, rejections: Rejections) -> tuple[Candidate, ...]:
         for need, layout in nearest
     ]
     found.sort(key=lambda candidate: (candidate.seconds or 0.0, str(candidate.layout)))
+    shown = [
+        replace(near, reason=near.reason + remedy(pricer, near.layout)) for near in found[:NEAR_MISSES] if near.layout
+    ]
     others = rejections.reasons.items()
-    return (*found[:NEAR_MISSES], *(Candidate(None, reason=f"{reason} ({count} layouts)") for reason, count in others))
+    return (*shown, *(Candidate(None, reason=f"{reason} ({count} layouts)") for reason, count in others))
 
 
 def _nothing_legal(pricer: Pricer, batch: int, rejections: Rejections) -> str:
@@ -220,6 +251,19 @@ def neighbours(layout: Layout) -> list[Layout]:
         except LayoutError:
             continue
     return found
+
+
+def remedy(pricer: Pricer, layout: Layout) -> str:
+    """The first change that makes ``layout`` fit, in words for the end of a sentence; empty where none does."""
+    for other in neighbours(layout):
+        try:
+            pricer.check(other)
+        except LayoutError:
+            continue
+        if pricer.peak_bytes(other) <= pricer.cluster.chip.memory_bytes:
+            changed = [f for f in fields(Layout) if getattr(other, f.name) != getattr(layout, f.name)]
+            return "; fits with " + ", ".join(f"{f.name}={getattr(other, f.name)}" for f in changed)
+    return ""
 
 
 def price_with_neighbours(pricer: Pricer, layout: Layout, top: int = 5) -> Plan:

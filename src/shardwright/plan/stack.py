@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from typing import Any
 
@@ -27,12 +27,20 @@ class Stack:
     its kernels).
     ``intra``, ``inter``: of the links' bandwidth; ``latency``: factor on the links' latency. ``flash``: attention is one
     kernel that keeps no scores. ``fused``: share of the memory traffic of element-wise work that fusion leaves.
-    ``dp_overlap``, ``tp_overlap``, ``ep_overlap``, ``p2p_overlap``: share of the compute that hides communication
-    (tp: of the communication). ``contention``: by how much compute slows while communication runs beside it.
+    ``quantise``: bytes of traffic per element of an fp8 or fp4 product's operands for casts, scales and transposed copies.
+    ``selective_repeats``: share of a forward that ``recompute=selective`` repeats beside fused attention (per-operator
+    policies keep every second product). ``saved``: what autograd keeps of a layer over the formula's bytes (unfused norms,
+    casts, rotary copies).
+    ``dp_overlap``: rate of gathers and reductions beside compute (0: none). ``tp_overlap``, ``ep_overlap``,
+    ``p2p_overlap``: share of those messages that is hidden; ``async_tp``: of what ``tp_overlap`` chunks of a layout could
+    hide, the share that is. ``contention``: by how much compute slows while communication runs beside it.
     ``scatter_gather``: stage boundaries are sent in tp pieces without sequence parallelism too. ``imbalance``: busiest
     expert rank over the mean. ``step_seconds``: a constant part of each step. ``two_gradients``:
     working gradients are kept beside their fp32 sums. ``host_bandwidth``: link to the host for offload, bytes/s.
     ``reserve_*``: what a device holds beyond allocated bytes, a constant part (GiB) and a share.
+    Of serving engines: ``kv``, of the memory's bandwidth when the cache is read; ``request_seconds`` before a request is
+    computed; ``burst``, the share of requests that arrive together; ``skew``, the exponent of the
+    experts' popularity.
     """
 
     name: str = "default"
@@ -49,8 +57,12 @@ class Stack:
     latency: float = 1.0
     flash: bool = True
     fused: float = 0.7
+    quantise: float = 0.0
+    selective_repeats: float = 0.0
+    saved: float = 1.0
     dp_overlap: float = 0.9
     tp_overlap: float = 0.0
+    async_tp: float = 1.0
     ep_overlap: float = 0.0
     p2p_overlap: float = 0.9
     contention: float = 0.0
@@ -61,6 +73,10 @@ class Stack:
     host_bandwidth: float = 25e9
     reserve_gib: float = 1.5
     reserve_share: float = 0.03
+    kv: float = 0.7
+    request_seconds: float = 0.0
+    burst: float = 0.1
+    skew: float = 0.0
 
     def gemm(self, precision: str) -> float:
         """Share of the peak that matrix products reach in ``precision``; wider types as bf16."""
@@ -70,13 +86,15 @@ class Stack:
 @dataclass(frozen=True)
 class Fit:
     """Where a stack's constants come from: the rows, the fitted ``fields``, mean absolute errors in per cent on the
-    rows and on rows held out (0: not fitted)."""
+    rows and on rows held out (0: not fitted). Of step time; of TPOT (and of TTFT) for serving engines."""
 
     source: str
     fields: tuple[str, ...] = ()
     rows: int = 0
     mape: float = 0.0
     held_out_mape: float = 0.0
+    ttft_mape: float = 0.0
+    held_out_ttft_mape: float = 0.0
 
 
 _FIELDS = tuple(field.name for field in fields(Stack) if field.name != "name")
@@ -127,6 +145,29 @@ _DEFAULTS: Mapping[str, str] = {
     **dict.fromkeys(("H100", "H200", "H800"), "nemo-hopper"),
     **dict.fromkeys(("B200", "B300", "GB200", "GB300"), "bridge-blackwell-26b"),
 }
+
+
+_ENGINES: Mapping[str, str] = {
+    **dict.fromkeys(("H100", "H200", "H800"), "vllm-hopper"),
+    **dict.fromkeys(("B200", "B300", "GB200", "GB300"), "vllm-blackwell"),
+}
+_UNKNOWN_ENGINE = Stack(latency=0.3, step_seconds=6e-4, request_seconds=0.05, launch=2e-6)
+
+
+def serving_stack(chip: Chip) -> Stack:
+    """A serving engine fitted on this chip's generation, or plain guesses."""
+    name = _ENGINES.get(chip.name.split("-")[0])
+    return stack_of(name) if name else _UNKNOWN_ENGINE
+
+
+EAGER_TRAFFIC = 2.0
+"""Element-wise traffic without a compiler over that with one: each operator reads and writes by itself (a norm takes 3
+passes for 1.5, a gated activation 8 for 4, by counting)."""
+
+
+def eager(stack: Stack) -> Stack:
+    """The same software without a compiler that fuses element-wise work."""
+    return replace(stack, fused=stack.fused * EAGER_TRAFFIC)
 
 
 def default_stack(chip: Chip) -> Stack:

@@ -85,6 +85,7 @@ class ParameterTable:
         twin = model if model.mla is None else _without_latent(model)
         self._twin = twin.model_copy(update=dense)
         self._count = lru_cache(maxsize=None)(self._count_units)
+        self._unit_parts = lru_cache(maxsize=None)(self._parts_of_unit)
 
     def _count_units(self, tp: int) -> dict[str, int]:
         """Elements by unit of a one-layer dense twin on tp rank 0, which has the largest slice."""
@@ -137,12 +138,15 @@ class ParameterTable:
 
     def _dense_parts(self, unit: str, layout: Layout, held: RankUnits) -> list[Part]:
         """Parameters of a unit of the dense twin; a tied table is the embedding's where the rank holds both ends."""
-        both = held.embedding and held.head
-        names = ["embedding", "head"] if both and unit != "blocks.0" else [unit]
-        members = bucket_members(self._twin, Layout(tp=layout.tp, dp=2, sp=layout.sp), {"tp": 0}, names)
-        return [
+        both = held.embedding and held.head and unit != "blocks.0"
+        return list(self._unit_parts(unit, both, layout.tp, layout.sp))
+
+    def _parts_of_unit(self, unit: str, both_ends: bool, tp: int, sp: str) -> tuple[Part, ...]:
+        names = ["embedding", "head"] if both_ends else [unit]
+        members = bucket_members(self._twin, Layout(tp=tp, dp=2, sp=sp), {"tp": 0}, names)
+        return tuple(
             Part(member.group, member.numel, len(member.units) == 2) for member in members if member.units[0] == unit
-        ]
+        )
 
     def embedding(self, tp: int) -> Parameters:
         return Parameters(self._count(tp)["embedding"])

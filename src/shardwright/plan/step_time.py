@@ -1,17 +1,16 @@
 """One optimizer step: kernels, pipeline, what communication is not hidden, the optimizer.
 
 A rank's F, B and W of one micro-batch are its units' kernels plus the messages among them that nothing hides (but at
-least what the host needs to launch them). The pipeline is those times on the schedule's clock. Gradient reduction runs
-beside the last micro-batch's backward, parameter gathers beside the next forward, both as far as the stack overlaps
-them; fully sharded units are gathered beside the unit before. The slowest pipeline rank's exposed part is added, then the
-optimizer.
+least what the host needs to launch them). The pipeline is those times on the schedule's clock. Gathers of parameters and
+reductions of gradients run on a stream of their own beside the units' compute (`plan.overlap`); the slowest pipeline
+rank's exposed part is added, then the optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.layout import Layout
@@ -33,7 +32,8 @@ from shardwright.plan.compute import (
 )
 from shardwright.plan.memory import MemoryModel, in_flight, shard_ranks
 from shardwright.plan.network import Network
-from shardwright.plan.pipeline import StageTimes, makespan
+from shardwright.plan.overlap import hidden
+from shardwright.plan.pipeline import StageTimes, makespan, run_rows
 from shardwright.plan.stack import Stack, default_stack
 from shardwright.plan.stages import (
     Parameters,
@@ -44,6 +44,7 @@ from shardwright.plan.stages import (
     stages_of_rank,
 )
 from shardwright.plan.traffic import Message, Traffic, add_messages
+from shardwright.schedule.simulate import Timeline
 
 CONVENTION = "model FLOPs, causal attention (half of the square), head counted, embedding look-up and recomputation not"
 HOST_BYTES_PER_PARAMETER = 28
@@ -186,10 +187,16 @@ class Pricer:
         stage.flops += count * (cost.flops_forward * (1 + recomputed) + cost.flops_backward)
 
     def _recomputed(self, cost: UnitCost, layout: Layout) -> UnitCost:
-        """``selective`` repeats the attention core where its scores are not kept; a fused kernel repeats them anyway."""
-        if layout.recompute != "selective" or self.stack.flash:
+        """``selective`` repeats the attention core where its scores are not kept; a fused kernel repeats them anyway, and
+        then what the stack's own policy drops."""
+        if layout.recompute != "selective":
             return cost
         again = UnitCost(**vars(cost))
+        if self.stack.flash:
+            share = self.stack.selective_repeats
+            again.backward_input += share * cost.forward
+            again.kernels_backward += int(share * cost.kernels_forward)
+            return again
         again.backward_input += cost.attention_forward
         again.kernels_backward += 4
         return again
@@ -258,6 +265,10 @@ class Pricer:
         """Seconds of a step by the closed form of the pipeline: for comparing many layouts."""
         return self._price(layout, exact=False)[0].seconds
 
+    def seconds(self, layout: Layout) -> float:
+        """Seconds of a step by the schedule's rows, without the rest of the account."""
+        return self._price(layout, exact=True)[0].seconds
+
     def price(self, layout: Layout) -> Plan:
         """The whole account of one layout; raises :class:`LayoutError` where it cannot run."""
         self.check(layout)
@@ -274,18 +285,29 @@ class Pricer:
             margin=self.margin,
         )
 
+    def timeline(self, layout: Layout, most: int) -> Timeline:
+        """The pipeline's rows on the clock, with at most ``most`` micro-batches (a multiple of pp where there are more)."""
+        shape = Shape.of(layout, self.seq)
+        traffic = Traffic(self.model, layout, shape, self.network, self.stack)
+        times = self._times(layout, self._stages(layout, traffic, shape)[0], traffic)
+        count = min(layout.microbatches, max(layout.pp, most // layout.pp * layout.pp))
+        return run_rows(layout.with_(microbatches=count), times)
+
+    def _times(self, layout: Layout, stages: Sequence[StageCost], traffic: Traffic) -> StageTimes:
+        stack = self.stack
+        return StageTimes(
+            tuple(stage.forward.seconds(stack) for stage in stages),
+            tuple(stage.backward.seconds(stack) for stage in stages),
+            tuple(stage.weight.seconds(stack) for stage in stages),
+            sum(message.seconds for message in traffic.boundary()) / 2,
+        )
+
     def _price(self, layout: Layout, *, exact: bool) -> tuple[StepTime, PipelineSummary, Ledger]:
         shape = Shape.of(layout, self.seq)
         traffic = Traffic(self.model, layout, shape, self.network, self.stack)
         stages, messages = self._stages(layout, traffic, shape)
         stack, p, m = self.stack, layout.pp, layout.microbatches
-        link = sum(message.seconds for message in traffic.boundary()) / 2
-        times = StageTimes(
-            tuple(stage.forward.seconds(stack) for stage in stages),
-            tuple(stage.backward.seconds(stack) for stage in stages),
-            tuple(stage.weight.seconds(stack) for stage in stages),
-            link,
-        )
+        times = self._times(layout, stages, traffic)
         span = makespan(layout, times, exact=exact)
         by_rank = [stages_of_rank(layout, rank) for rank in range(p)]
         work = [sum(times.of_rank(held)) for held in by_rank]
@@ -326,25 +348,11 @@ class Pricer:
                 tied = self.table.head(layout.tp, with_embedding=False).dense if both_ends else 0
                 alike[units] = (traffic.data(parameters, units.num_units, tied), self._update(layout, parameters))
             sent, seconds = alike[units]
-            found = [self._overlapped(message, times, held, units) for message in sent]
+            found = hidden(sent, layout, units.num_units, times.of_rank(held), self.stack)
             all_messages.append(found)
             exposed.append(sum(message.exposed * message.count for message in found))
             update = max(update, seconds)
         return all_messages, exposed, update
-
-    def _overlapped(self, message: Message, times: StageTimes, held: Sequence[int], units: RankUnits) -> Message:
-        """What of one message of the data axis shows: beside a backward or forward, less the last unit's share."""
-        forward, backward, weight = times.of_rank(held)
-        window = forward if message.phase in ("F", "update") else backward + weight
-        passes = max(
-            1, message.count // units.num_units
-        )  # a message is a unit's or a bucket's; a pass sends all of them
-        together = message.seconds * message.count / passes
-        shown = max(message.seconds, together - window * self.stack.dp_overlap)
-        if self.stack.dp_overlap == 0:
-            shown = together
-        shown += self.stack.contention * (together - shown)
-        return replace(message, exposed=shown * passes / message.count)
 
     def _update(self, layout: Layout, held: Parameters) -> float:
         dense, experts = shard_ranks(layout)

@@ -110,7 +110,7 @@ class Traffic:
         parts = ["attention", "mlp"]
         if kind.moe:  # routed experts see the tokens of their own rank; a shared expert is split like a dense MLP
             parts = parts if self.model.moe is not None and self.model.moe.shared_dim else ["attention"]
-        hidden = max(self.stack.tp_overlap, 1 - 1 / self.layout.tp_overlap)
+        hidden = max(self.stack.tp_overlap, self.stack.async_tp * (1 - 1 / self.layout.tp_overlap))
         for part in parts:
             for message in self._pair(part, elements):
                 yield message.hidden(hidden)

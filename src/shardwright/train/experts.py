@@ -179,10 +179,13 @@ def plot_experts(run_dir: Path | str) -> list[Path]:
 
 def draw_heat_map(axes: Axes, counts: Counts, layers: Sequence[int], title: str) -> Any:
     """Layer x expert in ``axes``, in times of the even share; returns the image, for a colour bar."""
+    from matplotlib.ticker import MaxNLocator
+
     values = np.asarray(counts, dtype=float)
     values /= np.maximum(values.mean(axis=1, keepdims=True), 1e-9)
     image = axes.imshow(values, cmap="RdBu_r", vmin=0.0, vmax=HOT, aspect="auto", interpolation="nearest")
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("expert")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
     return image

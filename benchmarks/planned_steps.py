@@ -1,0 +1,189 @@
+"""Predicted against measured step times of random layouts on this machine's own ranks.
+
+    python benchmarks/planned_steps.py --ranks 2 --ranks 4 --layouts 20 --out benchmarks/results/planned-steps.json
+
+For each number of ranks: `bench comm` measures the links and the rate of a core, a few one-rank steps fit what the software
+makes of it (share of the rate, seconds per kernel and per step), and then random layouts are priced and measured, in one
+start of the ranks. Shown: Spearman's rank correlation, the median and the largest error. Use a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from typing import Any
+
+from shardwright.bench_comm import bench_comm
+from shardwright.comm.mesh import Mesh
+from shardwright.core.cluster import Cluster
+from shardwright.core.layout import Layout
+from shardwright.core.run_config import RunConfig
+from shardwright.errors import ShardwrightError
+from shardwright.launch import RankEnv, init_process_group, run_local_ranks
+from shardwright.plan.accuracy import errors, spearman
+from shardwright.plan.calibrate import least
+from shardwright.plan.stack import Stack
+from shardwright.plan.step_time import Pricer
+from shardwright.train.prepare import PreparedData, prepare_data
+from shardwright.train.step import Trainer, check_supported
+from shardwright.verify.parity import train_sampler
+
+FITTED = ("gemm_bf16", "memory", "launch", "step_seconds")
+START = Stack(
+    name="this machine", gemm_bf16=0.8, attention=0.4, memory=0.6, launch=2e-5, fused=1.5, intra=1.0, latency=1.0,
+    dp_overlap=0.0, p2p_overlap=0.0, step_seconds=2e-3, flash=True,
+)  # fmt: skip
+ALONE = ("micro_batch=1", "micro_batch=4", "micro_batch=2,microbatches=4", "micro_batch=2,recompute=full")
+"""One-rank layouts that the software's constants are fitted on."""
+MODEL = {"vocab_size": 2048, "dim": 256, "num_layers": 8, "num_heads": 8, "ffn_dim": 704, "max_positions": 256}
+SEQ = 128
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a step of ``layout``: by the plan and on the ranks."""
+
+    layout: str
+    predicted: float
+    measured: float
+
+
+def config(layout: str) -> RunConfig:
+    """A small run of ``layout``."""
+    table = {
+        "model": MODEL,
+        "data": {"sources": "synthetic:sentences", "seq_len": SEQ, "cache": "runs/planned-steps/data"},
+        "optim": {"lr": 1e-3},
+        "train": {"steps": 100, "threads": 1, "run_dir": "runs/planned-steps"},
+    }
+    return RunConfig.of(table, (), layout)
+
+
+def random_layout(rng: random.Random, ranks: int) -> Layout:
+    """Any layout of ``ranks`` ranks that can be trained."""
+    while True:
+        tp = rng.choice([k for k in (1, 2, 4) if ranks % k == 0])
+        pp = rng.choice([k for k in (1, 2, 4) if ranks // tp % k == 0])
+        dp = ranks // tp // pp
+        zero = rng.choice((0, 1, 2, 3)) if dp > 1 else 0
+        m = rng.choice((1, 2, 4, 8))
+        schedule = rng.choice(("1f1b", "gpipe", "zb_h1", "interleaved")) if pp > 1 else "1f1b"
+        virtual = 2 if schedule == "interleaved" else 1
+        if schedule == "interleaved" and m % pp:
+            continue
+        try:
+            layout = Layout(
+                tp=tp, pp=pp, dp=dp, zero=zero, microbatches=m, micro_batch=rng.choice((1, 2, 4)), schedule=schedule,
+                virtual=virtual, recompute=rng.choice(("none", "none", "full")),
+                accumulate=rng.choice(("defer", "reduce")) if zero >= 2 else "defer",
+            )  # fmt: skip
+            check_supported(config(str(layout)))
+        except ShardwrightError:
+            continue
+        return layout
+
+
+def time_steps(env: RankEnv, data: PreparedData, layouts: Sequence[str], repeats: int) -> list[float]:
+    """Median seconds of a step of every layout on this rank, ranks waiting for one another before each."""
+    if env.world_size > 1:
+        init_process_group(env)
+    found = []
+    for text in layouts:
+        run = config(text)
+        mesh = Mesh.distributed(run.layout, env.rank) if env.world_size > 1 else Mesh.solo()
+        trainer = Trainer(run, mesh)
+        sampler = train_sampler(run, data, mesh.coordinates["dp"])
+        seconds = []
+        for step in range(repeats + 1):
+            batches = list(sampler.batches(step))
+            mesh.world.barrier()
+            start = time.perf_counter()
+            trainer.step(batches, step)
+            seconds.append(time.perf_counter() - start)
+        found.append(statistics.median(seconds[1:]))
+    return found
+
+
+def measure(ranks: int, data: PreparedData, layouts: Sequence[str], repeats: int) -> list[float]:
+    """Seconds of a step of each layout: the slowest rank's median."""
+    results = run_local_ranks(time_steps, ranks, (data, layouts, repeats), threads_per_rank=1, time_limit_s=900)
+    return [max(times) for times in zip(*results, strict=True)]
+
+
+def fitted_stack(cluster: Cluster, alone: Sequence[float]) -> Stack:
+    """What the software makes of a core, from one-rank steps."""
+    runs = [config(text) for text in ALONE]
+
+    def error(stack: Stack) -> float:
+        pricers = (Pricer(run.model, cluster, SEQ, stack) for run in runs)
+        seconds = (pricer.price(run.layout).step.seconds for pricer, run in zip(pricers, runs, strict=True))
+        return sum(abs(log(found / real)) for found, real in zip(seconds, alone, strict=True)) / len(alone)
+
+    return least(error, START, FITTED, 120)
+
+
+def compare(ranks: int, count: int, repeats: int, seed: int) -> dict[str, Any]:
+    """The whole comparison for one number of ranks."""
+    rng = random.Random(seed)
+    layouts = [str(random_layout(rng, ranks)) for _ in range(count)]
+    data = prepare_data(config("dp=1"))
+    cluster = Cluster.load(_written(bench_comm(ranks, 8 << 20, ())["cluster"], ranks))
+    stack = fitted_stack(cluster, measure(1, data, ALONE, repeats))
+    measured = measure(ranks, data, layouts, repeats)
+    timings = []
+    for text, seconds in zip(layouts, measured, strict=True):
+        run = config(text)
+        plan = Pricer(run.model, cluster, SEQ, stack).price(run.layout)
+        timings.append(Timing(text, plan.step.seconds, seconds))
+    predicted = [timing.predicted for timing in timings]
+    return {
+        "ranks": ranks,
+        "spearman": spearman(predicted, measured),
+        **errors(predicted, measured),
+        "constants": {name: getattr(stack, name) for name in FITTED},
+        "layouts": [vars(timing) for timing in timings],
+    }
+
+
+def _written(text: str, ranks: int) -> str:
+    path = Path(f"runs/planned-steps/cluster-{ranks}.toml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--ranks", type=int, action="append", help="ranks on this machine; repeatable (default: 2 and 4)"
+    )
+    parser.add_argument("--layouts", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5, help="steps of each layout")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="keep the JSON here")
+    options = parser.parse_args()
+    found = [compare(ranks, options.layouts, options.repeats, options.seed) for ranks in options.ranks or (2, 4)]
+    for result in found:
+        print(
+            f"{result['ranks']} ranks, {len(result['layouts'])} layouts: Spearman {result['spearman']:.2f}, "
+            f"median error {result['median']:.1f} %, mean {result['mape']:.1f} %, largest {result['max']:.1f} %"
+        )
+        for timing in result["layouts"]:
+            error = 100 * (timing["predicted"] / timing["measured"] - 1)
+            print(f"  {1e3 * timing['measured']:8.1f} ms {error:+6.1f} %  {timing['layout']}")
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The dry run: equal to a full replay and to the closed form, its FLOPs the model's, its memory the formulas'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from shardwright.core.run_config import RunConfig
+from shardwright.core.specs import parameter_specs
+from shardwright.plan.compute import Shape
+from shardwright.plan.memory import in_flight
+from shardwright.train import dryrun
+from shardwright.train.dryrun import DryExecutor, dry_run, dry_stage
+from shardwright.verify.parity import dry_step, first_of_each_stage
+
+MODEL = {
+    "vocab_size": 64, "dim": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_positions": 64,
+}  # fmt: skip
+GRID = (
+    "dp=3,zero=1,microbatches=2",
+    "tp=2,pp=2,dp=2,zero=3,schedule=zb_h1,microbatches=3,accumulate=reduce",
+    "pp=2,schedule=zb_v,microbatches=4,dp=4,zero=2,accumulate=reduce,dp_replicate=2",
+    "pp=2,virtual=2,schedule=interleaved,microbatches=2,recompute=full,tp=2",
+    "pp=2,schedule=dualpipe_v,microbatches=4,zero=3,dp=2,reshard=after_backward",
+    "pp=4,dp=512,tp=2,zero=1,microbatches=2,precision=bf16,recompute=full",
+)
+
+
+def config(layout: str, **model: Any) -> RunConfig:
+    table = {"model": MODEL | model, "data": {"sources": "synthetic:sentences", "seq_len": 16}, "train": {"steps": 1}}
+    return RunConfig.of(table, (), layout)
+
+
+class FullReplay(DryExecutor):
+    """Every micro-batch runs its units."""
+
+    def _unit_forward(self, stage: int, m: int, name: str, x: Tensor, *, again: bool = False) -> Tensor:
+        self.first[stage] = m
+        return super()._unit_forward(stage, m, name, x, again=again)
+
+    def _unit_backward(self, stage: int, m: int, name: str, x: Tensor, y: Tensor, gradient: Tensor) -> Tensor:
+        self.first[stage] = m
+        return super()._unit_backward(stage, m, name, x, y, gradient)
+
+
+@pytest.mark.parametrize("layout", GRID)
+def test_the_first_micro_batch_tells_what_all_do(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config(layout)
+    short = dry_run(run)
+    monkeypatch.setattr(dryrun, "DryExecutor", FullReplay)
+    for stage, rank in enumerate(first_of_each_stage(run.layout)):
+        if stage != run.layout.pp - 1:
+            continue
+        full, found = dry_stage(run, rank, stage), short.stages[stage]
+        assert found.ledger.differences(full.ledger) == []
+        assert found.ledger.differences(dry_step(run, rank)) == []
+        assert found.memory == full.memory
+        assert found.flops == full.flops
+        assert found.differences == []  # of the closed form
+
+
+def test_flops_are_the_models() -> None:
+    run = config("tp=2,pp=2,dp=2,microbatches=3,sp=on")
+    per_token = run.model.flops_per_token(16, convention="causal")
+    assert dry_run(run).to_json()["flops"]["total"] == per_token * 16 * run.layout.global_batch
+    again = config("pp=2,dp=2,microbatches=3,recompute=full")
+    forward = again.model.flops_per_token(16, convention="causal", backward=False)
+    total = dry_run(again).to_json()["flops"]["total"]
+    assert total == (per_token + forward) * 16 * again.layout.global_batch
+
+
+def test_activations_follow_the_schedule() -> None:
+    peaks = {}
+    for schedule, m in (("gpipe", 6), ("1f1b", 6), ("1f1b", 12)):
+        run = config(f"pp=4,schedule={schedule},microbatches={m}", vocab_size=32)
+        peaks[schedule, m] = dry_stage(run, 1, 1).memory.activations
+    middle = peaks["gpipe", 6] // 6  # one micro-batch of a stage without ends
+    assert peaks["1f1b", 6] == middle * in_flight(config("pp=4,microbatches=6").layout, 1) == 3 * middle
+    assert peaks["1f1b", 12] == peaks["1f1b", 6]
+
+
+def test_activation_bytes_of_a_layer_are_counted_by_storage() -> None:
+    run = config("pp=4,microbatches=1,precision=bf16")
+    tokens = Shape.of(run.layout, 16).tokens
+    stage = dry_stage(run, 2, 2)
+    dim, ffn, heads, kv = MODEL["dim"], MODEL["ffn_dim"], MODEL["num_heads"], MODEL["num_kv_heads"]
+    width = dim // heads
+    norms = 2 * (2 * dim) + 2 * 4  # inputs of both norms and an fp32 factor each
+    products = 2 * 2 * dim  # what the norms give to the products
+    attention = (
+        2 * (heads + kv) * width + 2 * (heads + 2 * kv) * width
+    )  # rotated q and k; v, a view of the whole product
+    attention += 2 * heads * width + 4 * heads  # output; softmax statistics
+    mlp = 2 * 3 * ffn  # gate and up, their product
+    out = 2 * dim  # this stage's output, until its backward
+    per_token = norms + products + attention + mlp + out
+    assert stage.memory.activations == pytest.approx(tokens * per_token, rel=0.02)
+
+
+def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    from shardwright import cli
+
+    arguments = ["dryrun", "examples/tiny.toml", "--layout", "tp=2,pp=2,dp=64,zero=3,microbatches=2"]
+    monkeypatch.setattr("sys.argv", ["shardwright", *arguments, "--json"])
+    assert cli.main() == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"layout", "memory", "communication", "parameters", "flops"} <= set(found)
+    assert found["closed_form"] == {"equal": True, "differences": []}
+    assert found["world_size"] == 256
+    assert [set(stage) >= {"stage", "parameters", "activations", "total"} for stage in found["memory"]] == [True, True]
+    monkeypatch.setattr("sys.argv", ["shardwright", *arguments])
+    assert cli.main() == 0
+    assert "closed form" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["shardwright", "dryrun", "examples/tiny.toml", "--layout", "pp=9"])
+    assert cli.main() == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_parameters_are_the_slices_of_the_specs() -> None:
+    run = config("tp=2,pp=2,dp=2")
+    total = sum(stage.parameters for stage in dry_run(run).stages)
+    specs = parameter_specs(run.model).values()
+    sizes = [spec.local_shape(run.layout, {"tp": 0}) for spec in specs]
+    expected = 0
+    for shape in sizes:
+        size = 1
+        for part in shape:
+            size *= part
+        expected += size
+    assert total == expected
