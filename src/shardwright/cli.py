@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,7 +101,7 @@ def train(
         console.print(f"nothing to do: step {summary['steps']} of {settings.train.steps} was done; raise train.steps")
 
 
-@app.command(epilog="Example: shardwright verify examples/tiny.toml --layout dp=2; verify examples/tiny.toml --matrix")
+@app.command(epilog="Example: shardwright verify examples/tiny.toml --layout dp=2")
 def verify(
     config: ConfigPath,
     layout: LayoutText = None,
@@ -413,7 +414,7 @@ def main() -> int:
 def _with_names(words: list[str]) -> list[str]:
     """``--mutate`` without a name means all of them."""
     named: list[str] = []
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in pairwise([*words, "--"]):
         named += [word, "all"] if word == "--mutate" and following.startswith("-") else [word]
     return named
 

@@ -143,6 +143,8 @@ def init_process_group(env: RankEnv, device: Literal["cpu", "cuda"] = "cpu") -> 
         timeout=timedelta(seconds=env.timeout_s),
         device_id=device_id,
     )
+    if device == "cpu":  # a rank that is done and leaves at once would break the connections that others still make
+        dist.barrier()
 
 
 def _leave_process_group() -> None:

@@ -498,7 +498,8 @@ def leave_early(env: RankEnv) -> str:
 
 
 def test_a_peer_that_has_closed_is_named() -> None:
-    assert "barrier of 'again' over world: rank 1 has closed" in run_ranks(leave_early, 2)[0]
+    told = run_ranks(leave_early, 2)[0]  # on a busy machine the process may be gone before anybody looks
+    assert "barrier of 'again' over world: rank 1 has " in told and ("has closed" in told or "has ended" in told)
 
 
 def test_processes_are_watched_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
