@@ -159,7 +159,15 @@ def check_peer(name: str, config: RunConfig) -> None:
 def _run_side(side: Side) -> dict[str, Any]:
     config = side.config
     world = config.layout.world_size
-    results = launch(_bench_rank, world, (side,), layout=str(config.layout), threads_per_rank=1, tune_memory=side.tuned)
+    results = launch(
+        _bench_rank,
+        world,
+        (side,),
+        layout=str(config.layout),
+        threads_per_rank=1,
+        tune_memory=side.tuned,
+        timeout_s=TURN_LIMIT_S,  # the other ranks wait in a barrier for the turn
+    )
     found: dict[str, Any] = results[0]
     return found
 
@@ -182,7 +190,7 @@ def _bench_rank(env: RankEnv, side: Side) -> dict[str, Any]:
     device = device_for(env)
     if env.world_size > 1:
         init_process_group(env, "cuda" if device.type == "cuda" else "cpu")
-        mesh = Mesh.distributed(layout, env.rank)
+        mesh = Mesh.distributed(layout, env.rank, env.timeout_s)
     else:
         mesh = Mesh.solo()
     seed = 100 + mesh.coordinates["dp"]
