@@ -61,6 +61,13 @@ def test_the_first_micro_batch_tells_what_all_do(layout: str, monkeypatch: pytes
         assert found.differences == []  # of the closed form
 
 
+def test_experts_and_context_are_traced_too() -> None:
+    experts = {"num_experts": 4, "top_k": 2, "expert_dim": 16, "aux_coefficient": 0.01}
+    run = config("ep=2,tp=2,dp=2,zero=3,microbatches=3,recompute=full", num_layers=2, moe=experts)
+    assert dry_run(run).agrees
+    assert dry_run(config("cp=2,dp=2,pp=2,microbatches=2", num_layers=2)).agrees
+
+
 def test_flops_are_the_models() -> None:
     run = config("tp=2,pp=2,dp=2,microbatches=3,sp=on")
     per_token = run.model.flops_per_token(16, convention="causal")

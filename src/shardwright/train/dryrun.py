@@ -40,6 +40,7 @@ class UnitTrace:
 
     output: Tensor | None = None
     forward: list[LedgerEntry] = field(default_factory=list)
+    again: list[LedgerEntry] = field(default_factory=list)
     backward: list[LedgerEntry] = field(default_factory=list)
     saved: int = 0
     """Bytes that its backward holds on to; with full recomputation while it runs only."""
@@ -207,7 +208,7 @@ class DryExecutor(Executor):
         if self.first.setdefault(stage, m) == m:
             y = self._traced_forward(stage, m, name, x, trace, again)
         else:
-            self._book(trace.forward, "recompute" if again else "F")
+            self._book(trace.again if again else trace.forward)
             assert trace.output is not None
             y = torch.empty_like(trace.output)
         self.flops += trace.flops_forward
@@ -233,7 +234,11 @@ class DryExecutor(Executor):
         with self._watched() as entries, self._counter as counter, hooks:
             y: Tensor = super()._unit_forward(stage, m, name, x, again=again)
         attention = attend.flops - before if isinstance(attend, FusedAttend) else 0.0
-        trace.forward, trace.output = entries, torch.empty_like(y)
+        trace.output = torch.empty_like(y)
+        if again:  # less than the first time: statistics of routers are sent once
+            trace.again = entries
+        else:
+            trace.forward = entries
         trace.flops_forward = counter.get_total_flops() + attention
         trace.attention = attention
         last = name == list(self.stages[stage].units)[-1]
@@ -248,7 +253,7 @@ class DryExecutor(Executor):
         if self.first[stage] == m:
             gradient = self._traced_backward(stage, m, name, x, y, gradient)
         else:
-            self._book(trace.backward, "B")
+            self._book(trace.backward)
             slots = _slots(self.stages[stage].units[name])
             _mark_written(slots[index] for index in trace.written_at_once)
             queue.submit(lambda: _mark_written(slots))
@@ -297,10 +302,9 @@ class DryExecutor(Executor):
         self.live += num_bytes
         self.peak = max(self.peak, self.live)
 
-    def _book(self, entries: Iterable[LedgerEntry], phase: str) -> None:
+    def _book(self, entries: Iterable[LedgerEntry]) -> None:
         for entry in entries:
-            moved = phase if entry.phase in ("F", "recompute") else entry.phase
-            self.recorder.ledger.add(moved, entry.verb, entry.axis, entry.tensor, entry.bytes, count=entry.count)
+            self.recorder.ledger.add(*entry.key, entry.bytes, count=entry.count)
 
     @contextmanager
     def _watched(self) -> Iterator[list[LedgerEntry]]:
