@@ -24,6 +24,8 @@ GRID = (
     "pp=2,schedule=zb_v,microbatches=4,dp=4,zero=2,accumulate=reduce,dp_replicate=2",
     "pp=2,virtual=2,schedule=interleaved,microbatches=2,recompute=full,tp=2",
     "pp=2,schedule=dualpipe_v,microbatches=4,zero=3,dp=2,reshard=after_backward",
+    "cp=2,dp=2,zero=1,microbatches=2,recompute=full",
+    "cp=2,pp=2,tp=2,microbatches=2,cp_kind=ulysses,recompute=full",
     "pp=4,dp=512,tp=2,zero=1,microbatches=2,precision=bf16,recompute=full",
 )
 
@@ -66,6 +68,18 @@ def test_experts_and_context_are_traced_too() -> None:
     run = config("ep=2,tp=2,dp=2,zero=3,microbatches=3,recompute=full", num_layers=2, moe=experts)
     assert dry_run(run).agrees
     assert dry_run(config("cp=2,dp=2,pp=2,microbatches=2", num_layers=2)).agrees
+
+
+@pytest.mark.parametrize("kind", ["ring", "allgather", "ulysses"])
+def test_flops_of_context_parallelism_are_the_models(kind: str) -> None:
+    run = config(f"cp=2,cp_kind={kind},microbatches=2")
+    total = run.model.flops_per_token(16, convention="causal") * 16 * run.layout.global_batch
+    assert dry_run(run).to_json()["flops"]["total"] == total
+    again = config(f"cp=2,cp_kind={kind},microbatches=2,recompute=full")
+    attention = 4 * 4 * 8 * 128 * 4 * 2  # 4 heads of 8, half of 16 x 16 scores, 4 layers, 2 sequences
+    forward = run.model.flops_per_token(16, convention="causal", backward=False) * 16 * run.layout.global_batch
+    repeated = forward if kind == "ulysses" else forward - attention  # others keep what attention gave
+    assert dry_run(again).to_json()["flops"]["total"] == total + repeated
 
 
 def test_flops_are_the_models() -> None:

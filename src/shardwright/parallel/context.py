@@ -32,7 +32,7 @@ from shardwright.comm.base import Comm, Work
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.regions import exchange_tokens
 from shardwright.core.segments import Range, Segments, choose_split, contiguous, zigzag
-from shardwright.ops.attention import CausalAttend
+from shardwright.ops.attention import Attend, CausalAttend
 from shardwright.ops.flash import block_backward, block_forward, merge, wide_dtype
 from shardwright.ops.gradients import first_order
 
@@ -50,7 +50,8 @@ class ContextAttend:
     """Attention of a rank's tokens with those of all ranks of ``comm`` (an `ops.attention.Attend`).
 
     ``keep``: outputs of passes without gradients are kept for the pass that recomputes them. ``windows`` as in
-    `CausalAttend`, for ulysses only: a ring's rectangles have none.
+    `CausalAttend`, for ulysses only: a ring's rectangles have none. ``whole`` attends where a rank has whole sequences
+    (ulysses); ``flops`` counts scores and values of the other kinds, forward.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class ContextAttend:
     ) -> None:
         self.comm, self.segments, self.kind = comm, segments, kind
         self._keep, self._kept = keep, dict[int, tuple[Tensor, Tensor]]()
-        self._whole = CausalAttend(segments.lengths, windows)
+        self.whole: Attend = CausalAttend(segments.lengths, windows)
+        self.flops = 0.0
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q (t, N, H), k and v (t, K, H) of the rank's tokens -> (t, N, H)."""
@@ -70,6 +72,11 @@ class ContextAttend:
         if self._keep and not recomputing:
             self._kept[layer] = out, lse
         return out  # type: ignore[no-any-return]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of outputs and statistics that wait for their recomputation."""
+        return sum(out.nbytes + lse.nbytes for out, lse in self._kept.values())
 
     def blocks(self, own: Tensor) -> Iterator[Tensor]:
         """Keys and values (2, t, K, H) of the ranks r, r-1, ...: one for each step of `Segments`."""
@@ -89,7 +96,7 @@ class ContextAttend:
         rows = [tokens] * size
         mixed = exchange_tokens(packed, self.comm, rows, rows, HEADS_IN).view(size * tokens, -1, head_dim)
         q, k, v = mixed.split([part.shape[2] for part in parts], 1)
-        out = self._whole.heads(q, k, v, layer)
+        out = self.whole.heads(q, k, v, layer)
         back = exchange_tokens(out.reshape(size * tokens, -1), self.comm, rows, rows, HEADS_OUT)
         return back.view(size, tokens, -1, head_dim).transpose(0, 1).reshape(tokens, num_heads, head_dim)
 
@@ -166,6 +173,8 @@ def _attend(q: Tensor, kv: Tensor, attend: ContextAttend) -> tuple[Tensor, Tenso
     shape, wide = (q.shape[0], kv.shape[2], q.shape[1] // kv.shape[2]), wide_dtype(q.dtype)
     out = torch.zeros((*shape, q.shape[2]), dtype=wide, device=q.device)
     lse = torch.zeros(shape, dtype=wide, device=q.device)
+    pairs = attend.segments.work[attend.comm.rank] - q.shape[0] / 2  # of a causal square half
+    attend.flops += 4 * q.shape[1] * q.shape[2] * pairs
     for step, block in enumerate(attend.blocks(kv)):
         for piece in attend.segments.pieces(attend.comm.rank, step):
             rows, keys = slice(*piece.q), slice(*piece.kv)

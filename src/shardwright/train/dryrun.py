@@ -26,8 +26,9 @@ from shardwright.core.ledger import Ledger, LedgerEntry
 from shardwright.core.plan import StageMemory
 from shardwright.core.run_config import RunConfig
 from shardwright.model.context import Context
-from shardwright.ops.attention import CausalAttend
+from shardwright.ops.attention import Attend, CausalAttend
 from shardwright.ops.gradients import GradSlot, slot_of
+from shardwright.parallel.context import ContextAttend
 from shardwright.parallel.pipeline import Executor, MicroBatch
 from shardwright.plan.collectives import predict_step
 from shardwright.train.data import MicroBatch as Batch
@@ -41,14 +42,18 @@ class UnitTrace:
     output: Tensor | None = None
     forward: list[LedgerEntry] = field(default_factory=list)
     again: list[LedgerEntry] = field(default_factory=list)
+    """Of the forward that full recomputation runs before the backward: what was kept is not sent or computed again."""
     backward: list[LedgerEntry] = field(default_factory=list)
     saved: int = 0
     """Bytes that its backward holds on to; with full recomputation while it runs only."""
+    kept: int = 0
+    """Bytes that attention keeps between the forward and its recomputation."""
     deferred: int = 0
     """Bytes that its weight gradients hold on to between B and W."""
     written_at_once: list[int] = field(default_factory=list)
     """Of its gradients those that are written in B although the others wait for W (norms)."""
     flops_forward: float = 0.0
+    flops_again: float = 0.0
     flops_backward: float = 0.0
     flops_weights: float = 0.0
     attention: float = 0.0
@@ -211,11 +216,11 @@ class DryExecutor(Executor):
             self._book(trace.again if again else trace.forward)
             assert trace.output is not None
             y = torch.empty_like(trace.output)
-        self.flops += trace.flops_forward
+        self.flops += trace.flops_again if again else trace.flops_forward
         if again:
-            self._hold(trace.saved)
+            self._hold(trace.saved - trace.kept)
         else:
-            self._hold(x.nbytes if self.recompute == "full" else trace.saved)
+            self._hold(x.nbytes + trace.kept if self.recompute == "full" else trace.saved)
         return y
 
     def _traced_forward(self, stage: int, m: int, name: str, x: Tensor, trace: UnitTrace, again: bool) -> Tensor:
@@ -229,18 +234,19 @@ class DryExecutor(Executor):
             return tensor
 
         attend = microbatch.attend if isinstance(microbatch, Context) else None
-        before = attend.flops if isinstance(attend, FusedAttend) else 0.0
+        before, kept = _attention_flops(attend), attend.kept_bytes if isinstance(attend, ContextAttend) else 0
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with self._watched() as entries, self._counter as counter, hooks:
             y: Tensor = super()._unit_forward(stage, m, name, x, again=again)
-        attention = attend.flops - before if isinstance(attend, FusedAttend) else 0.0
+        attention = _attention_flops(attend) - before
+        if isinstance(attend, ContextAttend) and not again:
+            trace.kept = attend.kept_bytes - kept
         trace.output = torch.empty_like(y)
-        if again:  # less than the first time: statistics of routers are sent once
-            trace.again = entries
+        if again:
+            trace.again, trace.flops_again = entries, counter.get_total_flops() + attention
         else:
-            trace.forward = entries
-        trace.flops_forward = counter.get_total_flops() + attention
-        trace.attention = attention
+            trace.forward, trace.flops_forward = entries, counter.get_total_flops() + attention
+        trace.attention = attention or trace.attention  # none where an output was kept
         last = name == list(self.stages[stage].units)[-1]
         excluded = known - {_storage(x)} | ({_storage(y)} if not last or y.dim() == 0 else set())
         if last and y.dim() > 0:
@@ -403,6 +409,19 @@ class _Fused(torch.autograd.Function):
 
 
 def _with_fused_attention(batch: MicroBatch) -> MicroBatch:
-    if not isinstance(batch, Context) or type(batch.attend) is not CausalAttend:
+    if not isinstance(batch, Context):
         return batch
-    return replace(batch, attend=FusedAttend(batch.attend.lengths, batch.attend.windows))
+    attend = batch.attend
+    if isinstance(attend, ContextAttend):
+        if isinstance(attend.whole, CausalAttend):
+            attend.whole = FusedAttend(attend.whole.lengths, attend.whole.windows)
+    elif type(attend) is CausalAttend:
+        return replace(batch, attend=FusedAttend(attend.lengths, attend.windows))
+    return batch
+
+
+def _attention_flops(attend: Attend | None) -> float:
+    """What was counted so far in scores and values, forward."""
+    if isinstance(attend, ContextAttend):
+        return attend.flops + _attention_flops(attend.whole)
+    return attend.flops if isinstance(attend, FusedAttend) else 0.0
