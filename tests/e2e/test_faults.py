@@ -23,8 +23,9 @@ LAYOUT, GLOBAL_BATCH = "dp=2,micro_batch=4,microbatches=8", 64
 
 @pytest.fixture(scope="module")
 def changes(short: dict[str, Any]) -> dict[str, Any]:
-    """Steps of some 100 ms, so that a run can be met in the middle of one."""
-    return {**short, "train__steps": STEPS, "train__save_every": SAVE_EVERY, "train__keep_last": 9, "data__seq_len": 64}
+    """Steps of some 100 ms, so that a run can be met in the middle of one; saves that are done when the next step begins."""
+    saves = {"train__save_every": SAVE_EVERY, "train__keep_last": 9, "train__async_save": "false"}
+    return {**short, **saves, "train__steps": STEPS, "data__seq_len": 64}
 
 
 @pytest.fixture(scope="module")
