@@ -95,7 +95,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ({"optim": {"name": "adam"}}, ["optim.name='adam'", "'adamw' or 'sgd'"]),
         ({"optim": {"betas": [0.9, 1.5]}}, ["optim.betas.1=1.5", "less than 1"]),
         ({"train": {"steps": "many"}}, ["train.steps='many'", "integer"]),
-        ({"train": {"on_nonfinite": "ignore"}}, ["train.on_nonfinite='ignore'", "'stop' or 'skip'"]),
+        ({"train": {"on_nonfinite": "ignore"}}, ["train.on_nonfinite='ignore'", "'stop', 'skip' or 'back'"]),
         ({"model": "tinny"}, ["'tinny' is neither a preset nor a file", "'tiny'"]),
         ({"model": {"preset": "tiny", "dims": 64}}, ["unknown field 'dims'", "'dim'"]),
         ({"layout": "dpp=2"}, ["unknown key 'dpp'"]),
