@@ -506,14 +506,19 @@ OFFLOAD_MUTATIONS = {
 """Those that need ``offload``, the last two ``delayed_update`` too."""
 
 
-def find_mutation(name: str) -> Mutation:
-    """The mutation of that name; raises `ConfigError` with the known ones."""
+def known_mutations() -> dict[str, Mutation]:
+    """Every mutation by its name."""
     from shardwright.verify.mutate_context import CONTEXT_MUTATIONS  # these are made of what is here
     from shardwright.verify.mutate_experts import EXPERT_MUTATIONS
     from shardwright.verify.mutate_values import PLACE_MUTATIONS, VALUE_MUTATIONS
 
     known = MUTATIONS | TENSOR_MUTATIONS | PIPELINE_MUTATIONS | ZERO_MUTATIONS | OFFLOAD_MUTATIONS
-    known = known | CONTEXT_MUTATIONS | VALUE_MUTATIONS | PLACE_MUTATIONS | EXPERT_MUTATIONS
+    return known | CONTEXT_MUTATIONS | VALUE_MUTATIONS | PLACE_MUTATIONS | EXPERT_MUTATIONS
+
+
+def find_mutation(name: str) -> Mutation:
+    """The mutation of that name; raises `ConfigError` with the known ones."""
+    known = known_mutations()
     if name not in known:
         raise ConfigError(f"mutation {name!r} is not known; {did_you_mean(name, known)}")
     return known[name]
