@@ -41,9 +41,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def small_config(folder: Path, layout: str, tied: bool = False) -> RunConfig:
+def small_config(folder: Path, layout: str, tied: bool = False, **model: Any) -> RunConfig:
     table = {
-        "model": SMALL | {"tied_head": tied},
+        "model": SMALL | {"tied_head": tied} | model,
         "data": {"sources": "synthetic:sentences", "seq_len": 32, "cache": str(folder / "datasets")},
         "optim": {"name": "sgd", "lr": 0.1, "clip": 1.0},
         "train": {"steps": 10, "threads": 1, "run_dir": str(folder / "run")},

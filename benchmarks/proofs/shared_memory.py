@@ -35,7 +35,7 @@ def grid(folder: Path) -> Iterator[RunConfig]:
         "dp=8,zero=3,dp_replicate=2", "tp=4,dp=2,zero=1",
     )  # fmt: skip
     for text, kind, tied in product(layouts, ("shm", "gloo"), (False, True)):
-        yield small_config(folder, f"{text},comm={kind},precision=fp64", tied)
+        yield small_config(folder, f"{text},comm={kind},precision=fp64", tied, num_kv_heads=4)
 
 
 def links(ranks: int, bars: dict[tuple[str, int], float]) -> Outcome:

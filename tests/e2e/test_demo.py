@@ -77,4 +77,4 @@ def test_a_mistake_is_one_line(
     with mock.patch.object(sys, "argv", ["demo", "train.step=4"]):
         assert demo.main() == 2
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "error: unknown key train.step; did you mean 'steps' or 'seed'?\n")
+    assert (captured.out, captured.err) == ("", "error: unknown key train.step; did you mean 'steps'?\n")
