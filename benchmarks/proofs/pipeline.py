@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 

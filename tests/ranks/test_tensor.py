@@ -96,6 +96,8 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "three ranks, sp off": (SIX | {"tied_head": True}, f"tp=3,{OFF},{CHUNKS}", []),
     "four ranks": (GPT2 | {"vocab_size": 321}, f"tp=4,{FP64}", []),
     "four ranks, sp off": (FOUR, f"tp=4,{OFF}", []),
+    "four ranks, two kv heads": (LLAMA, f"tp=4,{FP64}", []),
+    "four ranks, two kv heads with qk norm, sp off": (QWEN3 | {"num_kv_heads": 2}, f"tp=4,recompute=full,{OFF},{FP64}", []),
     "four ranks, one kv head": (QWEN3 | {"num_kv_heads": 1}, f"tp=4,{FP64}", [ODD_TOKENS]),
     "tp x dp": (QWEN2 | DROPOUT, f"tp=2,dp=2,microbatches=2,{FP64}", [ODD_TOKENS]),
     "tp x dp, sp off": (GPT2 | DROPOUT, f"tp=2,dp=2,microbatches=2,micro_batch=2,{OFF},recompute=full", []),

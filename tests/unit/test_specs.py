@@ -91,15 +91,13 @@ def test_a_vocabulary_that_does_not_divide_is_cut_without_padding() -> None:  # 
         assert owners == {0: [True, False], 5: [True, False], 6: [False, True], 10: [False, True]}
 
 
-def test_fewer_kv_heads_than_ranks_are_replicated_in_order() -> None:  # US-04
+def test_fewer_kv_heads_than_ranks_are_held_by_all() -> None:  # US-04
     table = specs(num_heads=8, head_dim=4)
     layout = Layout.parse("tp=4")
     for name in ("blocks.0.attention.k.weight", "blocks.1.attention.v.weight"):
-        rows = [part[0] for part in slices_of_all(table[name], layout)]
-        assert rows == [slice(0, 4), slice(0, 4), slice(4, 8), slice(4, 8)]
-        assert table[name].replicas(layout, "tp") == 2
-        with pytest.raises(LayoutError, match=r"tp=4 each of 2 KV heads .* 2 ranks.* use a tp that divides 2"):
-            table[name].reduce_axes(layout)  # the sum would be over pairs of ranks
+        assert [part[0] for part in slices_of_all(table[name], layout)] == [slice(0, 8)] * 4
+        assert table[name].replicas(layout, "tp") == 4
+        assert table[name].reduce_axes(layout) == ALL  # each rank's gradient is that of one head
     with pytest.raises(LayoutError, match=r"3 kv_heads cannot be shared by tp=4 ranks evenly; use a tp that divides 3"):
         specs(num_heads=12, num_kv_heads=3, head_dim=4)["blocks.0.attention.k.weight"].slices(layout, {"tp": 0})
 

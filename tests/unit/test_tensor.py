@@ -98,12 +98,12 @@ MODEL = {"vocab_size": 300, "dim": 32, "num_layers": 2, "num_heads": 8, "num_kv_
 
 
 @pytest.mark.parametrize("sp", ["on", "off"])
-def test_kv_heads_that_only_some_ranks_share_are_refused(sp: str) -> None:  # US-04
+def test_kv_heads_that_ranks_cannot_share_evenly_are_refused(sp: str) -> None:  # US-04
     table = {"model": MODEL, "data": {"sources": "none.txt", "seq_len": 16}}
-    check_supported(RunConfig.of(table, layout=f"tp=2,sp={sp}"))
-    check_supported(RunConfig.of({**table, "model": MODEL | {"num_kv_heads": 1}}, layout=f"tp=4,sp={sp}"))
-    with pytest.raises(LayoutError, match=r"attention\.k\.weight: with tp=4 each of 2 KV heads .* use a tp that divides 2"):
-        check_supported(RunConfig.of(table, layout=f"tp=4,sp={sp}"))
+    check_supported(RunConfig.of(table, layout=f"tp=4,sp={sp}"))
+    three = {**table, "model": MODEL | {"num_heads": 12, "num_kv_heads": 3, "head_dim": 4}}
+    with pytest.raises(LayoutError, match=r"tp=4 and the model's 3 KV heads must divide one another; use tp=1, 3, 6 or 12"):
+        check_supported(RunConfig.of(three, layout=f"tp=4,sp={sp}"))
 
 
 def test_compiled_blocks_cannot_hold_collectives() -> None:

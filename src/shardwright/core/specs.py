@@ -71,7 +71,7 @@ class Spec:
         return {axis: dim for dim, name in enumerate(self.dims) if (axis := RULES[name]) is not None}
 
     def slices(self, layout: Layout, coordinates: Mapping[str, int]) -> tuple[slice, ...]:
-        """The part of the global tensor that a rank holds. Fewer KV heads than ranks: the pieces are replicated."""
+        """The part of the global tensor that a rank holds. Fewer KV heads than ranks: every rank holds all of them."""
         found = [slice(0, size) for size in self.shape]
         for axis, dim in self.shard_axes().items():
             found[dim] = self._slice(dim, layout.grid.degree(axis), axis_index(layout, coordinates, axis))
@@ -86,22 +86,15 @@ class Spec:
         degree = layout.grid.degree(axis)
         if dim is None or self.pieces[dim] >= degree or self.dims[dim] not in REPLICATED:
             return 1
-        return degree // self.pieces[dim]
+        return degree
 
     def reduce_axes(self, layout: Layout) -> tuple[str, ...]:
         """Mesh axes over which this parameter's gradient is summed; axes of size 1 are left in.
 
-        Raises `LayoutError` where only some ranks of tp hold the same slice: the sum would be over groups inside tp.
+        Of KV heads that all ranks of tp hold each uses one, so its gradient of the others is zero and the sum is right.
         """
         if "ep" in self.shard_axes():
             return ("edp",)
-        replicas = self.replicas(layout, "tp")
-        if 1 < replicas < layout.tp:
-            pieces = self.pieces[self.shard_axes()["tp"]]
-            raise LayoutError(
-                f"{self.name}: with tp={layout.tp} each of {pieces} KV heads would be held by {replicas} ranks, whose "
-                f"gradients cannot be summed apart from the others'; use a tp that divides {pieces}"
-            )
         axes = ["cp", "dp"]
         if layout.sequence_parallel or self.in_tp_region:
             axes.insert(0, "tp")
@@ -117,8 +110,7 @@ class Spec:
                     f"{self.name}: {pieces} {self.dims[dim]} cannot be shared by tp={degree} ranks evenly; "
                     f"use a tp that divides {pieces}, or a multiple of it"
                 )
-            start = index * pieces // degree
-            return slice(start * width, (start + 1) * width)
+            return slice(0, size)
         each = -(-pieces // degree)
         return slice(min(index * each, pieces) * width, min((index + 1) * each, pieces) * width)
 

@@ -23,6 +23,8 @@ class Attention(nn.Module):
         super().__init__()
         name = f"blocks.{layer}.attention"
         self.layer, self.head_dim = layer, config.head_dim
+        self.group = config.num_heads // config.num_kv_heads
+        """Query heads that share a KV head."""
         self.q, self.k, self.v = (Linear(f"{name}.{part}", table) for part in "qkv")
         self.q_norm = Norm(f"{name}.q_norm", config, table) if config.qk_norm else None
         self.k_norm = Norm(f"{name}.k_norm", config, table) if config.qk_norm else None
@@ -40,7 +42,14 @@ class Attention(nn.Module):
         return row_linear(mixed, self.out.weight, self.out.bias, context.region, "attention out")
 
     def _heads(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """q (T, N, H), k and v (T, K, H), rotated."""
+        """q (T, N, H), k and v (T, K, H), rotated. With fewer KV heads than ranks of tp each rank makes all and uses one."""
+        q, k, v = self._projected(x, context)
+        if k.shape[1] * self.group > q.shape[1] and k.shape[1] > 1:
+            first = context.region.comm.rank * q.shape[1] // self.group
+            k, v = k[:, first : first + 1], v[:, first : first + 1]
+        return q, k, v
+
+    def _projected(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         parts = (self.q, self.k, self.v)
         biases = [part.bias for part in parts if part.bias is not None]
         fused = column_linear(x, [part.weight for part in parts], biases, context.region, "attention in")

@@ -162,7 +162,7 @@ def _attention_bytes(model: ModelConfig, shape: Shape, size: int, statistics: in
         mla = model.mla
         latents = (mla.q_lora_rank or 0) * 2 + mla.kv_lora_rank * 2 + mla.rope_head_dim
         return tokens * (size * (latents + heads * (2 * model.head_dim + 2 * mla.v_head_dim)) + statistics * heads)
-    kv_heads = max(model.num_kv_heads / tp, 1)
+    kv_heads = model.num_kv_heads / (tp if model.num_kv_heads >= tp else 1)  # fewer than ranks: each makes all
     return tokens * (size * (2 * heads + 2 * kv_heads) * model.head_dim + statistics * heads)
 
 

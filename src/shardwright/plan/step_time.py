@@ -119,12 +119,6 @@ class Pricer:
                 f"layout {layout} needs {layout.world_size} GPUs, the cluster has {self.cluster.world_size}; lower a degree"
             )
         layers_per_stage(model, layout)
-        kv_heads = model.num_kv_heads
-        if model.mla is None and 1 < kv_heads < layout.tp:
-            raise LayoutError(
-                f"tp={layout.tp} is above the model's {kv_heads} KV heads, whose gradients could not be summed over the "
-                f"ranks that share one; use a tp that divides {kv_heads}"
-            )
         if model.moe is not None and model.moe.num_experts % layout.ep:
             raise LayoutError(f"ep={layout.ep} must divide the model's {model.moe.num_experts} experts")
         if self.seq % layout.cp:

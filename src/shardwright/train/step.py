@@ -19,7 +19,7 @@ from shardwright.core.buckets import plan_buckets
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import BucketTiming, Ledger
 from shardwright.core.run_config import RunConfig
-from shardwright.core.specs import bucket_members, parameter_specs, unit_names
+from shardwright.core.specs import bucket_members, unit_names
 from shardwright.core.stages import split_units
 from shardwright.errors import ConfigError, LayoutError, NonFiniteError
 from shardwright.model.balance import Balance, Balancer
@@ -105,8 +105,6 @@ def check_supported(config: RunConfig) -> None:
                 f"{layout.schedule} has the first stage on rank {place[0]} and the last on rank {place[-1]}, and the head is "
                 f"tied to the embedding; put them on ranks 0 and {layout.pp - 1}, or both on one rank"
             )
-    for spec in parameter_specs(config.model).values():
-        spec.reduce_axes(layout)  # refuses KV heads that only some ranks of tp share
 
 
 def _check_experts(config: RunConfig) -> None:
