@@ -350,3 +350,21 @@ def test_the_dry_mesh_of_any_size_has_every_axis() -> None:
     assert [comm.axis for comm in mesh.reduce_comms(("tp", "cp", "dp"))] == ["tp", "dp_cp"]
     assert [comm.axis for comm in mesh.reduce_comms(("dp",))] == ["dp"]
     assert Mesh.solo().reduce_comms(("tp", "cp", "dp")) == []
+
+
+def meshes_in_turn(env: RankEnv, kind: str) -> list[list[float]]:
+    """Meshes after one that leaves the middle ranks of a pipeline alone on an axis (the ends of a tied weight)."""
+    found = []
+    for text in ("pp=4", "dp=2,tp=2", "pp=2,dp=2", "pp=4"):
+        mesh = Mesh.distributed(Layout.parse(f"{text},comm={kind}"), env.rank, 20.0)
+        found.append([mesh.world.all_reduce(torch.ones(3), name="x")[0].item(), float(mesh.tied.size), float(mesh.dp.size)])
+        mesh.tp.all_reduce(torch.ones(3), name="y")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_ranks_alone_on_an_axis_count_its_groups_too(kind: str) -> None:
+    results = run_ranks(meshes_in_turn, 4, kind)
+    assert [row[1:] for row in results[0]] == [[2.0, 1.0], [1.0, 2.0], [2.0, 2.0], [2.0, 1.0]]
+    assert [row[1:] for row in results[1]] == [[1.0, 1.0], [1.0, 2.0], [2.0, 2.0], [1.0, 1.0]]
+    assert all(row[0] == 4.0 for found in results for row in found)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.base import Comm, ReduceOp, Work
+from shardwright.comm.solo import SoloComm
 from shardwright.errors import RankError
 
 SMALL_BYTES = 64 << 10
@@ -192,18 +193,25 @@ def make_groups(groups: Sequence[tuple[int, ...]], timeout_s: float) -> dist.Pro
     """Create the process groups of one axis (every rank calls this for every axis, in one order) and return this rank's."""
     mine: dist.ProcessGroup | None = None
     for ranks in groups:
+        if len(ranks) == 1:
+            continue
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
         if dist.get_rank() in ranks:
             mine = group
     return mine
 
 
-def dist_comm(axis: str, groups: Sequence[tuple[int, ...]], timeout_s: float) -> DistComm:
-    """The communicator of this rank on ``axis``; the world's own group is used when the axis covers all ranks."""
+def dist_comm(axis: str, groups: Sequence[tuple[int, ...]], timeout_s: float) -> Comm:
+    """The communicator of this rank on ``axis``; the world's own group is used when the axis covers all ranks.
+
+    All ranks must call, also one that is alone in its group: PyTorch counts groups to tell them apart, so a rank that left
+    one out would look for its peers' next group under another name, and wait.
+    """
     rank = dist.get_rank()
     ranks = next(group for group in groups if rank in group)
     covers_all = ranks == tuple(range(dist.get_world_size()))
-    return DistComm(axis, ranks, None if covers_all else make_groups(groups, timeout_s))
+    group = None if covers_all else make_groups(groups, timeout_s)
+    return SoloComm(axis, rank) if len(ranks) == 1 else DistComm(axis, ranks, group)
 
 
 def _peer_error(what: str, error: RuntimeError) -> RankError:

@@ -55,12 +55,13 @@ class Mesh:
         for axis in MESH_AXES:
             groups = self.grid.axis_groups(axis)
             ranks = next(group for group in groups if rank in group)
+            if groups not in transports and any(len(group) > 1 for group in groups):
+                transports[groups] = make(axis, groups)  # by all ranks together, also by those that are alone in it
+                if len(ranks) > 1:
+                    self.recorder.watch(axis, transports[groups])
             if len(ranks) == 1:
                 setattr(self, axis, SoloComm(axis, rank))
                 continue
-            if groups not in transports:
-                transports[groups] = make(axis, groups)
-                self.recorder.watch(axis, transports[groups])
             setattr(self, axis, _renamed(RecordComm(transports[groups], self.recorder), axis))
 
     @classmethod

@@ -14,6 +14,7 @@ from shardwright.comm.base import Comm
 from shardwright.comm.dist import DistComm, dist_comm
 from shardwright.comm.host import Hosts, open_hosts
 from shardwright.comm.shm import ShmComm
+from shardwright.comm.solo import SoloComm
 from shardwright.errors import LayoutError
 
 Groups = tuple[tuple[int, ...], ...]
@@ -44,6 +45,8 @@ def transport_maker(kind: str, rank: int, timeout_s: float, axes: Sequence[str])
             raise LayoutError(f"comm=shm: {axis} cannot use shared memory: {problems[0]}; use comm=auto or comm=gloo")
         others = over_dist(axis, groups) if problems else None  # its groups are made by all ranks together
         ranks = next(group for group in groups if rank in group)
+        if len(ranks) == 1:
+            return SoloComm(axis, rank)
         if others is not None and hosts.problem(ranks) is not None:
             return others
         return _shared(axis, ranks, hosts, axes.index(axis), timeout_s)
