@@ -329,9 +329,12 @@ def wait_forever(env):
     env.send(os.getpid())
     time.sleep(600)
 
+seen = []
+
 def kill_fork_server(rank, pid):
     print(pid, flush=True)
-    if rank == 1:
+    seen.append(rank)
+    if len(seen) == 2:
         [child.kill() for child in psutil.Process().children() if "forkserver" in str(child.cmdline())]
 
 if __name__ == "__main__":
