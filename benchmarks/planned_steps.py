@@ -33,7 +33,8 @@ from shardwright.plan.calibrate import least
 from shardwright.plan.stack import Stack
 from shardwright.plan.step_time import Pricer
 from shardwright.train.prepare import PreparedData, prepare_data
-from shardwright.train.step import Trainer, check_supported
+from shardwright.train.step import Trainer
+from shardwright.train.supported import check_supported
 from shardwright.verify.parity import train_sampler
 
 FITTED = ("gemm_bf16", "memory", "launch", "step_seconds")

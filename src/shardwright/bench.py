@@ -39,7 +39,8 @@ from shardwright.model.transformer import Transformer
 from shardwright.train.data import MicroBatch
 from shardwright.train.loop import check_start
 from shardwright.train.memory import MemoryWatch
-from shardwright.train.step import DTYPES, Trainer
+from shardwright.train.step import Trainer
+from shardwright.train.supported import DTYPES
 from shardwright.train.units import format_bytes
 
 OWN = "own"

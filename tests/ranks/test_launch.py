@@ -323,7 +323,8 @@ def ended(pid: int, patience: float = 5.0) -> bool:
 
 PROGRAM = """
 import os, psutil, time
-from shardwright.launch import RankError, run_local_ranks
+from shardwright.errors import RankError
+from shardwright.launch import run_local_ranks
 
 def wait_forever(env):
     env.send(os.getpid())

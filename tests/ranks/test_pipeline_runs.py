@@ -31,7 +31,8 @@ from shardwright.schedule.memory import in_flight_by_stage
 from shardwright.train.loop import RunOptions, prepare_run, run_rank
 from shardwright.train.metrics import read_metrics
 from shardwright.train.prepare import PreparedData, prepare_data
-from shardwright.train.step import Trainer, check_supported
+from shardwright.train.step import Trainer
+from shardwright.train.supported import check_supported
 from shardwright.verify.parity import reference_run, train_sampler, whole_batches
 from shardwright.verify.stress import StressCase, random_case, stress_rank
 

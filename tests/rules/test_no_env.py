@@ -9,7 +9,7 @@ import pytest
 from rules.source import ROOT, Module, package_modules
 
 READS = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
-ALLOWED = (f"{ROOT}.launch",)
+ALLOWED = f"{ROOT}.launch"
 MODULES = package_modules()
 
 
@@ -31,7 +31,7 @@ def complaints(module: Module) -> list[str]:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
 def test_no_environment_reads(module: Module) -> None:
-    if module.name not in ALLOWED:
+    if not f"{module.name}.".startswith(f"{ALLOWED}."):
         assert not complaints(module), "\n" + "\n".join(complaints(module))
 
 

@@ -24,7 +24,7 @@ from shardwright.ops.flash import block_backward, block_forward, merge
 from shardwright.parallel import context
 from shardwright.parallel.context import ContextAttend, ring_attention, ring_tokens
 from shardwright.train.data import IGNORE, MicroBatch
-from shardwright.train.step import check_supported
+from shardwright.train.supported import check_supported
 
 
 class Together(SoloComm):

@@ -14,7 +14,7 @@ from shardwright.errors import ConfigError, LayoutError
 from shardwright.parallel.hooks import FunctionHook, check_shards
 from shardwright.schedule.gathers import Use, plan_gathers, unit_uses
 from shardwright.schedule.make import make_schedule
-from shardwright.train.step import check_supported
+from shardwright.train.supported import check_supported
 
 UNITS = ("embedding", "blocks.0", "blocks.1", "head")
 GROUPS = [{"embedding"}, {"blocks.0"}, {"blocks.1"}, {"head"}]

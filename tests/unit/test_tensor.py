@@ -23,7 +23,7 @@ from shardwright.model.loss import head_loss
 from shardwright.model.transformer import Transformer
 from shardwright.ops.attention import CausalAttend
 from shardwright.plan.collectives import tensor_parallel_traffic
-from shardwright.train.step import check_supported
+from shardwright.train.supported import check_supported
 
 
 @given(st.integers(0, 50), st.integers(1, 9))

@@ -39,7 +39,8 @@ from shardwright.train.metrics import MetricsWriter, bits_per_byte, peak_memory_
 from shardwright.train.peak import peak_flops
 from shardwright.train.placement import check_placement
 from shardwright.train.prepare import PreparedData, prepare_data
-from shardwright.train.step import StepResult, Trainer, check_supported
+from shardwright.train.step import StepResult, Trainer
+from shardwright.train.supported import check_supported
 from shardwright.train.timeline import RankClock, pipeline_report, write_trace
 
 MOST_TIMES_BACK = 3

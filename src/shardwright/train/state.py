@@ -21,7 +21,8 @@ from shardwright.comm.mesh import Mesh
 from shardwright.comm.solo import SoloComm
 from shardwright.core.specs import Spec, held_specs
 from shardwright.parallel.flat import FlatParameters
-from shardwright.train.step import DTYPES, Trainer
+from shardwright.train.step import Trainer
+from shardwright.train.supported import DTYPES
 
 SPLIT_BYTES = 1 << 16
 """Replicas do not split a range into pieces of fewer bytes: one of them writes it whole."""

@@ -16,7 +16,7 @@ from shardwright.core.layout import Layout
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import ConfigError
 from shardwright.train.prepare import prepare_data
-from shardwright.train.step import check_supported
+from shardwright.train.supported import check_supported
 from shardwright.verify.matrix import Runner, small_config
 from shardwright.verify.mutate import (
     MUTATIONS,

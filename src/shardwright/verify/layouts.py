@@ -16,7 +16,7 @@ from shardwright.core.model_config import ModelConfig, MoEConfig
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import ConfigError
 from shardwright.schedule.make import INTERLEAVED, make_schedule
-from shardwright.train.step import check_supported
+from shardwright.train.supported import check_supported
 from shardwright.verify.covering import Assignment, Cover, Factor, Pair
 
 DEGREES = ("tp", "cp", "dp", "pp", "ep")

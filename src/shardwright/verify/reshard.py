@@ -26,7 +26,8 @@ from shardwright.launch import RankEnv
 from shardwright.schedule.make import make_schedule
 from shardwright.train.checkpoints import RunCheckpoints
 from shardwright.train.prepare import PreparedData
-from shardwright.train.step import Trainer, check_supported
+from shardwright.train.step import Trainer
+from shardwright.train.supported import check_supported
 from shardwright.verify.parity import assemble, train_sampler
 
 SAVE_AFTER = 2
