@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from grids import compared
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from proofs.base import RESULTS, Check, Outcome, bench_train, shardwright, tests
 
-from shardwright.comm.mesh import Mesh
 from shardwright.core.layout import SCHEDULES, Layout
 from shardwright.core.run_config import RunConfig
 from shardwright.launch import RankEnv, init_process_group, run_local_ranks
@@ -24,16 +24,6 @@ from shardwright.schedule.make import INTERLEAVED, gpipe, make_schedule, one_for
 from shardwright.schedule.memory import in_flight
 from shardwright.schedule.simulate import Costs, closed_form, simulate
 from shardwright.train.prepare import PreparedData, prepare_data
-from shardwright.verify.parity import (
-    Trace,
-    compare,
-    dry_step,
-    first_of_each_stage,
-    reference_run,
-    trace_steps,
-    train_sampler,
-    whole_batches,
-)
 from shardwright.verify.stress import StressCase, StressOutcome, random_case, stress_rank
 
 RUNS = "tests/ranks/test_pipeline_runs.py"
@@ -77,46 +67,27 @@ def in_flight_plot() -> Outcome:
 
 
 def grid(folder: Path) -> Iterator[RunConfig]:
-    """Every schedule x pp x micro-batches x tied x recomputation, alone, with dp=2 and with tp=2; virtual 2 where it applies."""
-    for schedule, pp, other in product(SCHEDULES, (2, 4), ("", "dp=2,", "tp=2,")):
+    """Every schedule x pp x micro-batches x tied x recomputation, alone and with dp=2, tp=2, cp=2; virtual 2 where it applies."""
+    for schedule, pp, other in product(SCHEDULES, (2, 4), ("", "dp=2,", "tp=2,", "cp=2,")):
         chunks = ",virtual=2" if schedule in INTERLEAVED else ""
         for m, tied, recompute in product((pp, 2 * pp, 4 * pp, 2 * pp + 1, pp - 1), (False, True), ("none", "full")):
             text = f"{other}pp={pp},schedule={schedule},microbatches={m},recompute={recompute},precision=fp64{chunks}"
             yield small_config(folder, text, tied)
 
 
-def trace_many(env: RankEnv, data: PreparedData, configs: list[RunConfig]) -> list[Trace]:
-    init_process_group(env)
-    return [trace_steps(Mesh.distributed(config.layout, env.rank), config, data, 3) for config in configs]
+def one_process(layout: Layout) -> Layout:
+    return Layout(precision="fp64", microbatches=layout.dp * layout.microbatches, micro_batch=layout.micro_batch)
 
 
 def verified(grid: Callable[[Path], Iterator[RunConfig]]) -> Outcome:
     """Every layout of ``grid(folder)`` against one process, many in one launch."""
     with tempfile.TemporaryDirectory(prefix="shardwright-proof-") as name:
         configs = list(grid(Path(name)))
-        data = prepare_data(configs[0])
-        references: dict[str, Trace] = {}
-        passed, worst, wrong = 0, 0.0, []
-        for world in sorted({config.layout.world_size for config in configs}):
-            chosen = [config for config in configs if config.layout.world_size == world]
-            for first in range(0, len(chosen), 24):
-                part = chosen[first : first + 24]
-                results = run_local_ranks(trace_many, world, (data, part), threads_per_rank=1, time_limit_s=900)
-                for config, traces in zip(part, zip(*results, strict=True), strict=True):
-                    layout = config.layout
-                    samples = {"microbatches": layout.dp * layout.microbatches, "micro_batch": layout.micro_batch}
-                    alone = Layout(precision="fp64", **samples)
-                    key = str(config.model_copy(update={"layout": alone}))
-                    if key not in references:
-                        batches = whole_batches(train_sampler(config, data, 0))
-                        references[key] = reference_run(config, batches, 3)
-                    dry = [dry_step(config, rank) for rank in first_of_each_stage(layout)]
-                    found = compare(config, list(traces), references[key], dry)
-                    passed += found.passed
-                    worst = max(worst, found.gradients.max_rel_diff)
-                    wrong += [] if found.passed else [str(layout)]
-    value = f"{passed} of {len(configs)} layouts, worst gradient {worst:.1e}" + (f"; wrong: {wrong[:3]}" if wrong else "")
-    return Outcome(value, not wrong)
+        found = [(config, result) for config, _, result in compared(prepare_data(configs[0]), configs, one_process)]
+    worst = max(result.gradients.max_rel_diff for _, result in found)
+    wrong = [str(config.layout) for config, result in found if not result.passed]
+    value = f"{len(found) - len(wrong)} of {len(configs)} layouts, worst gradient {worst:.1e}"
+    return Outcome(value + (f"; wrong: {wrong[:3]}" if wrong else ""), not wrong)
 
 
 # -- 4 -------------------------------------------------------------------------------------------------
@@ -230,7 +201,7 @@ CHECKS = [
         lambda: tests("tests/unit/test_simulate.py", "tests/unit/test_schedules.py", "tests/unit/test_vectors.py"),
     ),
     Check("1b", "peak activations against m", "GPipe m, 1F1B min(p, m)", in_flight_plot),
-    Check("2", "verify over schedules x stages x m x dp, tp, tied, recompute", "all within 1e-9", lambda: verified(grid)),
+    Check("2", "verify over schedules x stages x m x dp, tp, cp, tied, recompute", "all within 1e-9", lambda: verified(grid)),
     Check("2b", "mutations of the pipeline's collectives", "red", lambda: tests("tests/ranks/test_pipeline.py")),
     Check("3", "measured in-flight activations", "the schedule's rule", lambda: tests(RUNS, "-k", "holds")),
     Check("4", "against torch.distributed.pipelining, pp=2", "each ratio <= 0.98, memory not above", lambda: against_torch(2)),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from grids import compared, traced
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -24,16 +25,7 @@ from shardwright.train.memory import MemoryWatch
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.step import Trainer
 from shardwright.verify.memory import memory_differences
-from shardwright.verify.parity import (
-    Trace,
-    compare,
-    dry_step,
-    first_of_each_stage,
-    reference_run,
-    trace_steps,
-    train_sampler,
-    whole_batches,
-)
+from shardwright.verify.parity import train_sampler
 
 RESULTS = ROOT / "benchmarks" / "results"
 ZERO, OFFLOAD = "tests/ranks/test_zero.py", "tests/ranks/test_offload.py"
@@ -89,47 +81,24 @@ def layouts() -> Iterator[str]:
         yield f"dp=2,{stage},{dtype}"
 
 
-def trace_many(env: RankEnv, data: PreparedData, configs: Sequence[RunConfig], steps: int) -> list[Trace]:
-    init_process_group(env)
-    return [trace_steps(Mesh.distributed(config.layout, env.rank), config, data, steps) for config in configs]
-
-
-def traced(data: PreparedData, configs: Sequence[RunConfig], steps: int = 3) -> list[tuple[RunConfig, list[Trace]]]:
-    """Each configuration with the traces of its ranks; those of one world size share launches of 24."""
-    found = []
-    for world in sorted({config.layout.world_size for config in configs}):
-        chosen = [config for config in configs if config.layout.world_size == world]
-        for first in range(0, len(chosen), 24):
-            part = chosen[first : first + 24]
-            results = run_local_ranks(trace_many, world, (data, part, steps), threads_per_rank=1, time_limit_s=900)
-            found += [(config, list(traces)) for config, traces in zip(part, zip(*results, strict=True), strict=True)]
-    return found
+def one_process(layout: Layout) -> Layout:
+    alone = Layout(precision=layout.precision, microbatches=layout.dp * layout.microbatches)
+    return alone.with_(delayed_update=layout.delayed_update)
 
 
 def verified() -> Outcome:
     """Loss, gradients, parameters, bytes of every layout, and its peak memory by class against the planner's."""
     with tempfile.TemporaryDirectory(prefix="shardwright-proof-") as name:
-        folder = Path(name)
-        configs = [config_of(folder, text, "adamw" if "fp64" in text else "sgd") for text in layouts()]
-        data = prepare_data(configs[0])
-        references: dict[str, Trace] = {}
+        configs = [config_of(Path(name), text, "adamw" if "fp64" in text else "sgd") for text in layouts()]
         worst, wrong, memory = 0.0, [], 0
-        for config, traces in traced(data, configs):
-            layout = config.layout
-            alone = Layout(precision=layout.precision, microbatches=layout.dp * layout.microbatches)
-            alone = alone.with_(delayed_update=layout.delayed_update)
-            key = str(config.model_copy(update={"layout": alone}))
-            if key not in references:
-                references[key] = reference_run(config, whole_batches(train_sampler(config, data, 0)), 3)
-            dry = [dry_step(config, rank) for rank in first_of_each_stage(layout)]
-            found = compare(config, traces, references[key], dry)
-            if layout.precision == "fp64":
+        for config, traces, found in compared(prepare_data(configs[0]), configs, one_process):
+            if config.layout.precision == "fp64":
                 worst = max(worst, found.gradients.max_rel_diff)
                 last = [(rank, trace.ledgers[-1]) for rank, trace in enumerate(traces)]
                 differences = [line for rank, ledger in last for line in memory_differences(config, ledger, rank)]
                 memory += not differences
-                wrong += [f"{layout}: {differences[0]}"] if differences else []
-            wrong += [] if found.passed else [str(layout)]
+                wrong += [f"{config.layout}: {differences[0]}"] if differences else []
+            wrong += [] if found.passed else [str(config.layout)]
     value = f"{len(configs)} layouts, worst gradient in fp64 {worst:.1e}, memory of {memory} within 2 % of the planner's"
     return Outcome(value + (f"; wrong: {wrong[:3]}" if wrong else ""), not wrong)
 
@@ -138,7 +107,7 @@ def stages_agree() -> Outcome:
     """20 steps of AdamW in fp32 at every stage."""
     with tempfile.TemporaryDirectory(prefix="shardwright-proof-") as name:
         configs = [config_of(Path(name), f"dp=2,microbatches=2,{stage}") for stage in STAGES.values()]
-        runs = traced(prepare_data(configs[0]), configs, 20)
+        runs = list(traced(prepare_data(configs[0]), configs, 20))
     plain = runs[0][1][0].losses
     apart = [abs(a - b) / b for _, traces in runs for trace in traces for a, b in zip(trace.losses, plain, strict=True)]
     return Outcome(f"losses of {len(runs)} settings differ by at most {max(apart):.1e}, {plain[0]:.3f} -> {plain[-1]:.3f}",
@@ -157,7 +126,7 @@ def windows_plot() -> Outcome:
     """Bytes of each class on one of two ranks during one step, from the ledger's windows."""
     with tempfile.TemporaryDirectory(prefix="shardwright-proof-") as name:
         configs = [config_of(Path(name), f"dp=2,{text}", model=SMALL | {"num_layers": 6}) for text in PICTURED.values()]
-        runs = traced(prepare_data(configs[0]), configs)
+        runs = list(traced(prepare_data(configs[0]), configs))
     figure, panels = pyplot.subplots(2, 3, figsize=(10, 5), sharey=True, layout="constrained")
     for (label, (_, traces)), axes in zip(zip(PICTURED, runs, strict=True), panels.flat, strict=True):
         _draw(axes, label, traces[0].ledgers[-1])
