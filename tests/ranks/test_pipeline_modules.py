@@ -303,12 +303,15 @@ class Replicated:
     schedule: str
     num_stages: int
     reduction: str
+    zero: int = 0
 
 
 REPLICATED = {
     "1f1b": Replicated("1f1b", 2, "mean"),
     "zb_h1": Replicated("zb_h1", 2, "sum"),
     "zb_v": Replicated("zb_v", 4, "mean"),
+    "1f1b, ZeRO-1": Replicated("1f1b", 2, "mean", zero=1),
+    "zb_v, ZeRO-3": Replicated("zb_v", 4, "mean", zero=3),
 }
 
 
@@ -319,7 +322,7 @@ def run_replicated(env: RankEnv, cases: dict[str, Replicated]) -> dict[str, Any]
     for label, case in cases.items():
         held = Schedule.stages_of(case.schedule, case.num_stages, mesh)
         modules: dict[int, Any] = {
-            index: DataParallel(module, mesh, loss_reduction=case.reduction, bucket_mb=1e-4)
+            index: DataParallel(module, mesh, zero=case.zero, loss_reduction=case.reduction, bucket_mb=1e-4)
             for index, module in enumerate(blocks(case.num_stages))
             if index in held
         }
@@ -333,9 +336,12 @@ def run_replicated(env: RankEnv, cases: dict[str, Replicated]) -> dict[str, Any]
             mesh.recorder.take()
             with torch.set_grad_enabled(step is not None):
                 schedule.step(tuple(mine[:3]), target=mine[3])
-            reductions = [e for e in mesh.recorder.take().entries.values() if e.axis == "dp_cp"]
-            counts.add((step is None, sum(e.count for e in reductions), sum(len(m.timings) for m in modules.values())))
-            steps.append(gradients(modules))
+            reductions = sum(e.count for e in mesh.recorder.take().entries.values() if e.phase == "reduce")
+            counts.add((step is None, reductions, sum(len(m.timings) for m in modules.values())))
+            named = {index: m.buckets.named("gradients") for index, m in modules.items()}  # put together from shards
+            steps.append(
+                {f"{index}.{name}": grad.clone() for index, all_ in named.items() for name, grad in all_.items()}
+            )
         found[label] = steps, counts
     return found
 
