@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwright.errors import ShardwrightError
     from shardwright.model.transformer import Transformer
     from shardwright.parallel.context import ring_attention, ring_tokens
+    from shardwright.parallel.pipeline_modules import Schedule, Stage
     from shardwright.parallel.tensor_layers import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -39,7 +40,9 @@ _HOMES = {
     "ModelConfig": "shardwright.core.model_config",
     "RowParallelLinear": "shardwright.parallel.tensor_layers",
     "RunConfig": "shardwright.core.run_config",
+    "Schedule": "shardwright.parallel.pipeline_modules",
     "ShardwrightError": "shardwright.errors",
+    "Stage": "shardwright.parallel.pipeline_modules",
     "Transformer": "shardwright.model.transformer",
     "VocabParallelEmbedding": "shardwright.parallel.tensor_layers",
     "full_state_dict": "shardwright.parallel.tensor_layers",
@@ -59,7 +62,9 @@ __all__ = [
     "ModelConfig",
     "RowParallelLinear",
     "RunConfig",
+    "Schedule",
     "ShardwrightError",
+    "Stage",
     "Transformer",
     "VocabParallelEmbedding",
     "__version__",

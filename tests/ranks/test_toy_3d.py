@@ -34,7 +34,7 @@ from shardwright.ops.linear import embedding, linear
 from shardwright.ops.norm import rms_norm
 from shardwright.parallel.data import GradientBuckets
 from shardwright.parallel.hooks import AllReduce
-from shardwright.parallel.pipeline import Executor, Stage, Unit
+from shardwright.parallel.pipeline import Executor, StageUnits, Unit
 from shardwright.schedule.action import Action, Kind, Schedule
 from shardwright.schedule.make import make_schedule
 from shardwright.schedule.passes import add_communication, check, split_backward
@@ -294,8 +294,8 @@ def run_case(mesh: Mesh, case: Case, frozen: str = "-") -> tuple[Outcome, Ledger
     buckets = GradientBuckets(plans, trained, mesh, AllReduce())
     optimizer = FlatOptimizer(SGD, buckets.buckets)
     executor = Executor(
-        case.make(mesh.layout), {mesh.coordinates["pp"]: Stage(make_units(parameters, mesh), D)}, mesh.pp, buckets, mesh.recorder,
-        recompute=case.recompute, dtype=torch.float64, token_shards=mesh.tp.size,
+        case.make(mesh.layout), {mesh.coordinates["pp"]: StageUnits(make_units(parameters, mesh), D)}, mesh.pp, buckets,
+        mesh.recorder, recompute=case.recompute, dtype=torch.float64, token_shards=mesh.tp.size,
     )  # fmt: skip
     if case.mutation == TOO_EARLY:
         executor.on_action = reduce_too_early(buckets)

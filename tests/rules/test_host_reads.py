@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops/routing.py": {"host_counts"},  # rows of each expert, spread evenly in a dry run
     "parallel/data.py": {"fingerprint"},  # once, before the first step
     "parallel/expert.py": {"ExpertExchange._read"},  # once for each dispatch; a dry run's plan is assumed
+    "parallel/module_executor.py": {"_numbers"},  # once for each boundary between stages of a user's own modules
     "train/blame.py": {"_number"},  # after a step that is not applied
     "train/step.py": {"_read", "_read_all", "Trainer.evaluate"},  # what a dry run answers with zeros
 }

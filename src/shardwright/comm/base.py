@@ -33,6 +33,24 @@ class Work:
         callback()
 
 
+class AllOf(Work):
+    """Several works that are waited for as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    @property
+    def done(self) -> bool:
+        return all(work.done for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        self._works[-1].on_done(callback)
+
+
 class Comm(ABC):
     """One axis of ranks. ``rank`` is the position on the axis, ``ranks`` the world ranks on it."""
 

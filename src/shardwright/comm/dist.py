@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.base import Comm, ReduceOp, Work
+from shardwright.comm.base import AllOf, Comm, ReduceOp, Work
 from shardwright.comm.solo import SoloComm
 from shardwright.errors import RankError
 
@@ -87,24 +87,6 @@ class _SumOfRows(Work):
         self._work.on_done(callback)
 
 
-class _AllOf(Work):
-    """Several works that are waited for as one."""
-
-    def __init__(self, works: Sequence[DistWork]) -> None:
-        self._works = works
-
-    @property
-    def done(self) -> bool:
-        return all(work.done for work in self._works)
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        self._works[-1].on_done(callback)
-
-
 class DistComm(Comm):
     """One axis backed by a process group. ``group`` of None is the world. ``composed``: on gloo, gathers and
     reduce-scatters made of faster verbs instead of its own.
@@ -138,7 +120,7 @@ class DistComm(Comm):
             works.append(self._message("all_gather", dist.isend, tensor, to, name, _GATHER_TAG))
         if rows[self.rank].data_ptr() != tensor.data_ptr():
             rows[self.rank].copy_(tensor)
-        return _AllOf(works)
+        return AllOf(works)
 
     def _message(
         self, verb: str, function: Callable[..., Any], tensor: Tensor, peer: int, name: str, tag: int = 0

@@ -6,6 +6,8 @@ sends T x D activations forward and as many gradients backward per micro-batch a
 F and B are loops over units (embedding, block, head). Each unit has its own small autograd graph: a detached input and
 the gradient edge of its output. Everything that happens *between* units (recomputation, deferred weight gradients,
 reduction, later gather and free) happens here, never in autograd or module hooks.
+
+`parallel.pipeline_modules` runs modules of a user's own in the same loop, with tuples of tensors between stages.
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ from shardwright.schedule.action import Action, Kind, Schedule
 from shardwright.schedule.passes import receives_to_post
 from shardwright.schedule.simulate import Span
 
+Value = Any
+"""What units take and hand on: a tensor; in stages of a user's own modules a tuple of tensors."""
+
 
 class MicroBatch(Protocol):
-    """What the executor must know of a micro-batch; units get it whole."""
+    """What the executor must know of a micro-batch; units get it whole. ``tokens`` is what the first stage takes."""
 
-    tokens: Tensor
+    tokens: Value
 
 
-Unit = Callable[[Tensor, object], Tensor]
+Unit = Callable[[Value, Any], Value]
 """(x, micro-batch) -> the next x; the last unit of the last stage gives a scalar loss."""
 
 
@@ -86,24 +91,24 @@ class NoSideLosses:
 
 
 @dataclass
-class Stage:
-    """One stage: its units by name, in order, and the features of what it takes and hands on."""
+class StageUnits:
+    """One stage: its units by name, in order, and the features of what it takes and hands on (0: whatever comes)."""
 
     units: Mapping[str, Unit]
-    width: int
+    width: int = 0
 
 
 @dataclass
 class _InFlight:
     """One micro-batch on one stage between its F and its W."""
 
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
+    inputs: list[Value] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
     deferred: list[tuple[str, list[Callable[[], None]]]] = field(default_factory=list)
 
 
 class Executor:
-    """Runs one step of ``schedule`` on pipeline rank ``pp.rank`` over ``stages`` (stage index -> Stage).
+    """Runs one step of ``schedule`` on pipeline rank ``pp.rank`` over ``stages`` (stage index -> StageUnits).
 
     ``recompute``: ``full`` keeps a unit's input only and runs its forward again before its backward. ``token_shards``:
     ranks that the tokens between units are split over (tp with sequence parallelism); stages exchange T / token_shards
@@ -116,7 +121,7 @@ class Executor:
     def __init__(
         self,
         schedule: Schedule,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, StageUnits],
         pp: Comm,
         reducer: Reducer,
         recorder: Recorder,
@@ -158,18 +163,18 @@ class Executor:
         """
         self._microbatches, self._loss_scale = microbatches, loss_scale
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
-        self._activations: dict[tuple[int, int], Tensor] = {}
-        self._gradients: dict[tuple[int, int], Tensor] = {}
+        self._activations: dict[tuple[int, int], Value] = {}
+        self._gradients: dict[tuple[int, int], Value] = {}
         self._expected = {source: deque(order) for source, order in self._order.items()}
-        self._arriving: dict[Action, tuple[Work, Tensor]] = {}
+        self._arriving: dict[Action, tuple[Work, Value]] = {}
+        self._num_arriving: Counter[int] = Counter()
         self._weights_done = dict.fromkeys(self.stages, 0)
         self._held: Counter[int] = Counter()
         self.spans, self.most_in_flight = [], Counter()
         self._loss = torch.zeros((), dtype=loss_scale.dtype, device=loss_scale.device)
         self.weights.begin()
         for source in self._expected:
-            for _ in range(min(self._posted, len(self._expected[source]))):
-                self._post_receive(source)
+            self._post_ahead(source)
         for action in self.schedule.rows[self.pp.rank]:
             self._act(action)
         while self._sends:
@@ -179,7 +184,7 @@ class Executor:
 
     def _act(self, action: Action) -> None:
         if self.note is not None:
-            self.note(_in_words(action))
+            self.note(in_words(action))
         if self.on_action is not None:
             self.on_action(action)
         start = time.perf_counter()
@@ -187,7 +192,7 @@ class Executor:
             with self.recorder.phase(_PHASES[action.kind]):
                 self._handlers[action.kind](action.stage, action.microbatch)
         except RankError as error:
-            raise RankError(f"{error}; the rank was at {_in_words(action)}", rank=error.rank) from error
+            raise RankError(f"{error}; the rank was at {in_words(action)}", rank=error.rank) from error
         self.spans.append(Span(action, start, time.perf_counter()))
 
     # -- compute -----------------------------------------------------------------------------------------
@@ -199,12 +204,12 @@ class Executor:
         x = self._microbatches[m].tokens if stage == 0 else self._activations.pop((stage, m))
         for name in self.stages[stage].units:
             self.weights.acquire(name)
-            x = x.detach()
+            x = self._detached(x)
             if self.recompute == "full":
                 with torch.no_grad():
                     y = self._unit_forward(stage, m, name, x)
             else:
-                x = x.requires_grad_(x.is_floating_point())
+                x = self._tracked(x)
                 y = self._unit_forward(stage, m, name, x)
                 flight.outputs.append(y)
             self.weights.release(name)
@@ -213,15 +218,23 @@ class Executor:
         if stage == self.schedule.num_stages - 1:
             self._loss += x.detach()
         else:
-            self._activations[stage + 1, m] = x.detach()
+            self._activations[stage + 1, m] = self._detached(x)
 
-    def _unit_forward(self, stage: int, m: int, name: str, x: Tensor, *, again: bool = False) -> Tensor:
+    def _detached(self, x: Value) -> Value:
+        """``x`` without its graph."""
+        return x.detach()
+
+    def _tracked(self, x: Value) -> Value:
+        """``x``, which has no graph, as an input that gets a gradient."""
+        return x.requires_grad_(x.is_floating_point())
+
+    def _unit_forward(self, stage: int, m: int, name: str, x: Value, *, again: bool = False) -> Value:
         """One unit's forward; ``again``: repeated before its backward."""
         y = self.stages[stage].units[name](x, self._microbatches[m])
         self.sides.forward_done(name, m, self._microbatches[m], again=again)
         return y
 
-    def _unit_backward(self, stage: int, m: int, name: str, x: Tensor, y: Tensor, gradient: Tensor) -> Tensor:
+    def _unit_backward(self, stage: int, m: int, name: str, x: Value, y: Value, gradient: Value) -> Value:
         """One unit's backward: the gradient of its input (what came, where there is none)."""
         outputs, gradients = self.sides.side_losses(name, m)
         if y.requires_grad:  # not so for an embedding whose parameters are all frozen
@@ -240,7 +253,7 @@ class Executor:
             self.weights.acquire(name)
             x = flight.inputs.pop()
             if self.recompute == "full":
-                x = x.requires_grad_(x.is_floating_point())
+                x = self._tracked(x)
                 with self.recorder.phase("recompute"):
                     y = self._unit_forward(stage, m, name, x, again=True)
             else:
@@ -278,45 +291,60 @@ class Executor:
     # -- neighbours --------------------------------------------------------------------------------------
 
     def _send_forward(self, stage: int, m: int) -> None:
-        tensor = self._activations.pop((stage + 1, m))
-        self._send(tensor, self.schedule.placement[stage + 1], f"activations.{stage}")
+        value = self._activations.pop((stage + 1, m))
+        self._send(value, self.schedule.placement[stage + 1], f"activations.{stage}")
 
     def _receive_forward(self, stage: int, m: int) -> None:
         self._activations[stage, m] = self._arrived(Action(Kind.RECV_F, stage, m))
 
     def _send_backward(self, stage: int, m: int) -> None:
-        tensor = self._gradients.pop((stage - 1, m))
-        self._send(tensor, self.schedule.placement[stage - 1], f"activation_gradients.{stage}")
+        value = self._gradients.pop((stage - 1, m))
+        self._send(value, self.schedule.placement[stage - 1], f"activation_gradients.{stage}")
 
     def _receive_backward(self, stage: int, m: int) -> None:
         self._gradients[stage, m] = self._arrived(Action(Kind.RECV_B, stage, m))
 
-    def _send(self, tensor: Tensor, to: int, name: str) -> None:
-        tensor = tensor.contiguous()
+    def _send(self, value: Value, to: int, name: str) -> None:
+        tensor = value.contiguous()
         self._sends.append((self.pp.send(tensor, to, name=name), tensor))
         while self._sends and (self._sends[0][0].done or len(self._sends) > self._most_sends):
             self._sends.popleft()[0].wait()
 
-    def _arrived(self, action: Action) -> Tensor:
+    def _arrived(self, action: Action) -> Value:
         """What ``action`` receives. Receives are posted in the order in which the neighbour sends, some ahead."""
         source = self._source(action)
         while action not in self._arriving:
             self._post_receive(source)
-        work, buffer = self._arriving.pop(action)
+        work, value = self._arriving.pop(action)
         work.wait()
-        if self._expected[source]:
+        self._num_arriving[source] -= 1
+        self._post_ahead(source)
+        return value
+
+    def _post_ahead(self, source: int) -> None:
+        """Keep as many receives posted as the schedule needs, if it is known what comes."""
+        order = self._expected[source]
+        while order and self._num_arriving[source] < self._posted and self._is_known(order[0]):
             self._post_receive(source)
-        return buffer
 
     def _post_receive(self, source: int) -> None:
         action = self._expected[source].popleft()
-        tokens = self._microbatches[action.microbatch].tokens
-        shape = (tokens.shape[0] // self.token_shards, self.stages[action.stage].width)
-        buffer = torch.empty(shape, dtype=self.dtype, device=tokens.device)
+        self._num_arriving[source] += 1
         forward = action.kind is Kind.RECV_F
         name = f"activations.{action.stage - 1}" if forward else f"activation_gradients.{action.stage + 1}"
         with self.recorder.phase(_PHASES[action.kind]):
-            self._arriving[action] = self.pp.receive(buffer, source, name=name), buffer
+            self._arriving[action] = self._receive(action, source, name)
+
+    def _is_known(self, receive: Action) -> bool:
+        """Whether the shape of what ``receive`` gets is known before it comes."""
+        return True
+
+    def _receive(self, receive: Action, source: int, name: str) -> tuple[Work, Value]:
+        """Start ``receive``; where it will be once the work is done."""
+        tokens = self._microbatches[receive.microbatch].tokens
+        shape = (tokens.shape[0] // self.token_shards, self.stages[receive.stage].width)
+        buffer = torch.empty(shape, dtype=self.dtype, device=tokens.device)
+        return self.pp.receive(buffer, source, name=name), buffer
 
     def _source(self, receive: Action) -> int:
         """The pipeline rank that ``receive`` gets its tensor from."""
@@ -359,7 +387,8 @@ class Executor:
         return loss
 
 
-def _in_words(action: Action) -> str:
+def in_words(action: Action) -> str:
+    """Stage, action and micro-batch, for messages."""
     return f"stage {action.stage}, action {action}, micro-batch {action.microbatch}"
 
 

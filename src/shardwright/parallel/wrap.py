@@ -188,17 +188,34 @@ class DataParallel(nn.Module):
         finally:
             self._synchronise = before
 
+    def reduce(self) -> None:
+        """Reduce what was gathered under `no_sync`, without one more ``backward()``; all ranks must call."""
+        self._take_share()
+        if self._sharded and self._backward_pass is None:
+            self._before_reductions()
+        for name in self._trained if not self._sharded else ():
+            self._keep_in_view(name)
+        self._finish_buckets()
+        if self._buffers_too:
+            with self.mesh.recorder.phase("reduce"):
+                _broadcast(list(self.module.buffers()), self.mesh.dp_cp, "buffers")
+
     # -- during backward ---------------------------------------------------------------------------------
 
     def _before(self, gradient: Tensor) -> None:
         """A gradient is about to be added to ``parameter.grad``."""
         if self._backward_pass not in (None, torch._C._current_graph_task_id()):
             self._finish_buckets()  # of a pass that failed on its way, or one inside which this one runs
-        if self._reduced and not self._sharded:
-            self._reduced = False
-            if self.buckets.hook.reduction == "sum":  # leave each rank its share, so that the next sum counts it once
-                for bucket in self.buckets.buckets:
-                    bucket.gradients.div_(self.mesh.dp_cp.size)
+        self._take_share()
+
+    def _take_share(self) -> None:
+        """Leave each rank its share of gradients that are reduced, so that the next sum counts them once."""
+        if not self._reduced or self._sharded:
+            return
+        self._reduced = False
+        if self.buckets.hook.reduction == "sum":
+            for bucket in self.buckets.buckets:
+                bucket.gradients.div_(self.mesh.dp_cp.size)
 
     def _after(self, name: str) -> Callable[[Tensor], None]:
         """The hook of one parameter: its gradient was added to ``parameter.grad``."""
@@ -258,14 +275,8 @@ class DataParallel(nn.Module):
 
     def _leave_backward(self) -> None:
         """The backward pass is over: reduce what is left and wait for all."""
-        if self._backward_pass is None:
-            return
-        for name in self._trained if not self._sharded else ():
-            self._keep_in_view(name)
-        self._finish_buckets()
-        if self._buffers_too:
-            with self.mesh.recorder.phase("reduce"):
-                _broadcast(list(self.module.buffers()), self.mesh.dp_cp, "buffers")
+        if self._backward_pass is not None:
+            self.reduce()
 
     def _finish_buckets(self) -> None:
         self.timings = self.buckets.finish()

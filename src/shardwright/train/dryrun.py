@@ -202,7 +202,8 @@ class DryExecutor(Executor):
         incoming = sum(min(self._posted, len(order)) for order in self._order.values())
         if not incoming:
             return 0
-        rows = self._microbatches[0].tokens.shape[0] // self.token_shards
+        tokens: Tensor = self._microbatches[0].tokens
+        rows = tokens.shape[0] // self.token_shards
         width = next(iter(self.stages.values())).width
         return (incoming + 1) * rows * width * torch.empty((), dtype=self.dtype).element_size()
 

@@ -32,7 +32,7 @@ from shardwright.parallel.data import GradientBuckets
 from shardwright.parallel.flat import FlatParameters
 from shardwright.parallel.gather import UnitGatherer
 from shardwright.parallel.hooks import CommHook, check_reduction, hook_for
-from shardwright.parallel.pipeline import Executor, Stage
+from shardwright.parallel.pipeline import Executor, StageUnits
 from shardwright.schedule.gathers import Use, plan_gathers, unit_uses
 from shardwright.schedule.make import make_schedule
 from shardwright.schedule.passes import add_communication
@@ -141,7 +141,7 @@ class Trainer:
         modules = self.model.units()
         self.executor = Executor(
             schedule,
-            {stage: Stage({unit: modules[unit] for unit in stages[stage]}, config.model.dim) for stage in held},
+            {stage: StageUnits({unit: modules[unit] for unit in stages[stage]}, config.model.dim) for stage in held},
             mesh.pp,
             self.buckets,
             mesh.recorder,
