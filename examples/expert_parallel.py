@@ -49,7 +49,9 @@ def points(step: int) -> tuple[Tensor, Tensor]:
     """The points of a step (BATCH, 2), of all ranks, and where they go."""
     x = torch.randn(BATCH, 2, generator=torch.Generator().manual_seed(step))
     angle = ((x[:, 0] > 0) + 2 * (x[:, 1] > 0)) * (math.pi / 2)
-    return x, torch.stack((x[:, 0] * angle.cos() - x[:, 1] * angle.sin(), x[:, 0] * angle.sin() + x[:, 1] * angle.cos()), 1)
+    return x, torch.stack(
+        (x[:, 0] * angle.cos() - x[:, 1] * angle.sin(), x[:, 0] * angle.sin() + x[:, 1] * angle.cos()), 1
+    )
 
 
 def train(env: RankEnv) -> None:

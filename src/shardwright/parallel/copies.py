@@ -48,7 +48,9 @@ class Copies:
         """Refuse modules that differ between ranks: their buckets would not match."""
         tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
         for comm, chosen in self._by_holders(dict(tensors)):
-            every = comm.gather_objects([(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in chosen.items()])
+            every = comm.gather_objects(
+                [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in chosen.items()]
+            )
             for rank, other in enumerate(every):
                 if other != every[0]:
                     pairs = zip(every[0], other, strict=False)

@@ -45,7 +45,8 @@ class ExpertParallel(nn.Module):
     Ranks with the same place on ``ep`` have copies of the same experts, all ranks have copies of the router. `DataParallel` over
     the same mesh keeps copies alike: it reduces gradients of experts over ``edp`` only; other wrappers do not know of that.
     Every rank must call the layer and go back through it equally often, with N = 0 where it has no tokens. With tensor
-    parallelism x, and the loss, are the same on all ranks of tp, and each routes its part of the tokens.
+    parallelism x, and the loss, are the same on all ranks of tp, and each routes its part of the tokens: what a router makes of
+    its scores, for a loss of its own, is then a part of a sum over tp.
 
     ``counts`` (E,) int64 says after a call how often this rank's tokens have chosen each expert, and `total_counts` those of all
     ranks: what a balancing loss of the router's own needs. The state dict numbers experts among all E, so that those of all
@@ -66,8 +67,13 @@ class ExpertParallel(nn.Module):
         name: str = "experts",
     ) -> None:
         super().__init__()
-        listed = isinstance(experts, Sequence | nn.ModuleList)
-        given = len(experts) if listed else _first_dim(experts, name)
+        listed: list[nn.Module] = []
+        stacked: nn.Module | None = None
+        if isinstance(experts, Sequence | nn.ModuleList):
+            listed = list(experts)
+        else:
+            stacked = experts
+        given = len(listed) if stacked is None else _first_dim(stacked, name)
         self.num_experts = given if num_experts is None else num_experts
         if top_k is not None and not 1 <= top_k <= self.num_experts:
             raise ConfigError(f"{name}: top_k={top_k} must be from 1 to the number of experts, {self.num_experts}")
@@ -79,7 +85,7 @@ class ExpertParallel(nn.Module):
             )
         part = own if given == self.num_experts else range(given)
         self.mesh, self.top_k, self.name, self.router = mesh, top_k, name, router
-        self.experts = _Listed(experts, part, own, name) if listed else _cut(experts, part)
+        self.experts = _Listed(listed, part, own, name) if stacked is None else _cut(stacked, part)
         self.gradient_axes = {"router": ("tp", "cp", "dp") if mesh.tp.size > 1 else ("cp", "dp"), "experts": ("edp",)}
         self._exchange = make_exchange(mesh, self.num_experts)
         self.counts = torch.zeros(self.num_experts, dtype=torch.int64)
@@ -110,12 +116,14 @@ class ExpertParallel(nn.Module):
     def full_parameters(self) -> dict[str, Tensor]:
         """Parameters and buffers of the experts of all ranks, named as in one process; every rank of ep must call."""
         comm, own = self.mesh.ep, self.experts.state_dict(prefix="experts.")
+        shapes = comm.gather_objects([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()])
+        device = next((tensor.device for tensor in own.values()), None)
         pieces: dict[str, list[Tensor]] = {}
-        for rank, tensors in enumerate(comm.gather_objects([(n, tuple(t.shape), t.dtype, t.device) for n, t in own.items()])):
-            for name, shape, dtype, device in tensors:
-                mine = rank == comm.rank
-                value = own[name].detach().clone() if mine else torch.empty(shape, dtype=dtype, device=device)
-                value = value.contiguous()
+        for rank, of_rank in enumerate(shapes):
+            for name, shape, dtype in of_rank:
+                value = torch.empty(shape, dtype=dtype, device=device)
+                if rank == comm.rank:
+                    value.copy_(own[name])
                 if value.numel():
                     comm.broadcast(value.view(-1).view(torch.uint8), rank, name=f"{self.name} {name}")
                 pieces.setdefault(name, []).append(value)
@@ -151,14 +159,18 @@ class ExpertParallel(nn.Module):
                 f"{self.name}: expert ids must be int64 and weights floating point, not {expert_ids.dtype} and {weights.dtype}"
             )
         inside = ((expert_ids >= 0) & (expert_ids <= self.num_experts)).all()
-        torch._assert_async(inside, f"{self.name}: an expert id is not from 0 to {self.num_experts} (which drops the choice)")
+        torch._assert_async(
+            inside, f"{self.name}: an expert id is not from 0 to {self.num_experts} (which drops the choice)"
+        )
         return expert_ids, weights
 
     def _run(self, rows: Tensor, groups: RowGroups) -> Tensor:
         """The exchange calls this: rows (M, D) sorted by expert -> (M, D) in the same dtype, whatever experts return."""
         y = self.experts(rows, groups)
         if not isinstance(y, Tensor) or y.shape != rows.shape:
-            raise ConfigError(f"{self.name}: experts must return {tuple(rows.shape)}, as they are given, not {_shown(y)}")
+            raise ConfigError(
+                f"{self.name}: experts must return {tuple(rows.shape)}, as they are given, not {_shown(y)}"
+            )
         unused = [] if groups.num_rows else [p for p in self.experts.parameters() if p.requires_grad]
         return _tied(y.to(rows.dtype), rows, unused)
 
@@ -166,7 +178,7 @@ class ExpertParallel(nn.Module):
 class _Listed(nn.Module):
     """Experts that are modules of their own, named by their numbers ``own`` among all; ``part`` of those given."""
 
-    def __init__(self, experts: Sequence[nn.Module] | nn.ModuleList, part: range, own: range, name: str) -> None:
+    def __init__(self, experts: Sequence[nn.Module], part: range, own: range, name: str) -> None:
         super().__init__()
         self._layer = name
         holder: dict[int, int] = {}
@@ -174,8 +186,8 @@ class _Listed(nn.Module):
             for tensor in (*expert.parameters(), *expert.buffers()):
                 if holder.setdefault(id(tensor), index) != index:
                     raise ConfigError(
-                        f"{name}: experts {holder[id(tensor)]} and {index} share a tensor of shape {tuple(tensor.shape)}, but may "
-                        "live on different ranks; give each its own, or keep what is shared outside of the layer"
+                        f"{name}: experts {holder[id(tensor)]} and {index} share a tensor of shape {tuple(tensor.shape)}, but "
+                        "may live on different ranks; give each its own, or keep what is shared outside of the layer"
                     )
         for number, index in zip(own, part, strict=True):
             self.add_module(str(number), experts[index])
@@ -202,8 +214,8 @@ def _first_dim(experts: nn.Module, name: str) -> int:
     counts = {shape[:1] for shape in sizes.values()}
     if len(counts) != 1 or counts == {()}:
         raise ConfigError(
-            f"{name}: the first dim of all parameters and buffers of {type(experts).__name__} must be the expert, but their shapes "
-            f"are {sizes}; give a list of modules, one for each expert, instead"
+            f"{name}: the first dim of all parameters and buffers of {type(experts).__name__} must be the expert, but their "
+            f"shapes are {sizes}; give a list of modules, one for each expert, instead"
         )
     return counts.pop()[0]
 
