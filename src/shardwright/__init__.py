@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwright.errors import ShardwrightError
     from shardwright.model.transformer import Transformer
     from shardwright.parallel.context import ring_attention, ring_tokens
+    from shardwright.parallel.expert_layer import ExpertParallel
     from shardwright.parallel.pipeline_modules import Schedule, Stage
     from shardwright.parallel.tensor_layers import (
         ColumnParallelLinear,
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ColumnParallelLinear": "shardwright.parallel.tensor_layers",
     "DataParallel": "shardwright.parallel.wrap",
+    "ExpertParallel": "shardwright.parallel.expert_layer",
     "Layout": "shardwright.core.layout",
     "Ledger": "shardwright.core.ledger",
     "Mesh": "shardwright.comm.mesh",
@@ -56,6 +58,7 @@ _HOMES = {
 __all__ = [
     "ColumnParallelLinear",
     "DataParallel",
+    "ExpertParallel",
     "Layout",
     "Ledger",
     "Mesh",

@@ -10,6 +10,7 @@ from rules.source import PROJECT
 EXPORTS = [
     "ColumnParallelLinear",
     "DataParallel",
+    "ExpertParallel",
     "Layout",
     "Ledger",
     "Mesh",

@@ -13,6 +13,7 @@ from shardwright.errors import ConfigError
 from shardwright.model.generate import cache_for, generate, generate_by_recomputing
 from shardwright.model.transformer import Transformer
 from shardwright.ops.attention import CausalAttend
+from shardwright.ops.latent import absorbed, expanded, expanding_is_cheaper
 
 SHAPE: dict[str, Any] = {"vocab_size": 50, "dim": 32, "num_layers": 3, "num_heads": 4, "ffn_dim": 48, "init_std": 0.2}
 GPT2: dict[str, Any] = {
@@ -36,9 +37,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "deepseek_v2",
         "mla": {"kv_lora_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 14},
     },
+    "latent, narrow values": {
+        "family": "deepseek_v3",
+        "mla": {"kv_lora_rank": 12, "q_lora_rank": 9, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 2},
+        "rope_scaling": {
+            "kind": "yarn",
+            "factor": 4.0,
+            "original_max_positions": 8,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.9,
+        },
+    },
+    "latent, window": {
+        "family": "deepseek_v2",
+        "mla": {"kv_lora_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},
+        "sliding_window": 5,
+        "sliding_layers": (0, 2),
+    },
     "window": {"num_kv_heads": 2, "sliding_window": 5},
     "window-in-some-layers": {"num_kv_heads": 2, "sliding_window": 5, "sliding_layers": (0, 2)},
 }
+MODEL = ModelConfig.load("deepseek-v2")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
@@ -70,6 +89,59 @@ def test_prefill_in_two_calls_equals_one(name: str, cut: int) -> None:
             cache.advance(len(tokens[part]))
     assert cache.length == len(PROMPT)
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "latent" in name])
+def test_the_logits_of_every_new_token_are_those_of_the_whole_text(name: str) -> None:
+    model = make(name, torch.float64)
+    tokens, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
+    windows = [model.config.layer_window(layer) for layer in range(model.config.num_layers)]
+    cache, found = cache_for(model, len(PROMPT)), []
+    with torch.no_grad():
+        whole = model(tokens, positions, CausalAttend([len(PROMPT)], windows))
+        for part in (slice(0, 4), *(slice(start, start + 1) for start in range(4, len(PROMPT)))):
+            found.append(model(tokens[part], positions[part], cache))
+            cache.advance(len(found[-1]))
+    torch.testing.assert_close(torch.cat(found), whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_takes_the_bytes_that_the_planner_counts(name: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = cache_for(make(name, dtype), 7)
+        kept = [value for value in vars(cache).values() if isinstance(value, torch.Tensor)]
+        assert sum(value.nbytes for value in kept) == 7 * ModelConfig(**{**SHAPE, **MODELS[name]}).kv_bytes_per_token(
+            dtype.itemsize
+        )
+        assert {value.dtype for value in kept} == {dtype}
+
+
+def test_both_ways_to_attend_to_latents_are_one_and_each_is_taken_where_it_is_cheaper() -> None:
+    generator = torch.Generator().manual_seed(1)
+    heads, plain, turned, value, rank = 3, 8, 4, 6, 10
+    shapes = ((heads, plain, rank), (heads, value, rank), (9, rank + turned))
+    w_uk, w_uv, latents = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    for num_new in (1, 2, 9):
+        q = torch.randn(num_new, heads, plain + turned, generator=generator, dtype=torch.float64)
+        for window in (None, 3):
+            keys = latents if window is None else latents[max(0, 9 - num_new + 1 - window) :]
+            found = expanded(q, keys, w_uk, w_uv, window), absorbed(q, keys, w_uk, w_uv, window)
+            torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    mla = MODEL.mla
+    assert mla is not None
+    w_uk, w_uv = (torch.empty(1, size, mla.kv_lora_rank, device="meta") for size in (mla.nope_head_dim, mla.v_head_dim))
+
+    def cheaper(num_new: int, num_keys: int) -> bool:
+        return expanding_is_cheaper(num_new, num_keys, w_uk, w_uv)
+
+    assert cheaper(1, 1) and cheaper(5000, 5000) and cheaper(1000, 5000)
+    assert not cheaper(1, 2) and not cheaper(1, 5000) and not cheaper(64, 5000)
+
+
+def test_a_cache_of_latents_is_for_latent_attention_only() -> None:
+    tokens = torch.tensor(PROMPT)
+    with pytest.raises(AssertionError, match="gives latents to a cache of latents"):
+        make("llama")(tokens, torch.arange(len(tokens)), cache_for(make("latent"), 20))
 
 
 def test_a_window_changes_the_text() -> None:

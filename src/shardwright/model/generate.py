@@ -14,7 +14,8 @@ from torch import Tensor
 from shardwright.core.model_config import ModelConfig
 from shardwright.errors import ConfigError
 from shardwright.model.transformer import Transformer
-from shardwright.ops.attention import CachedAttend, CausalAttend
+from shardwright.ops.attention import Attend, CachedAttend, CausalAttend
+from shardwright.ops.latent import CachedLatents
 from shardwright.ops.sampling import sample
 
 
@@ -54,12 +55,15 @@ def generate_by_recomputing(
     return _continue(read, prompt_ids, max_new_tokens, _Choice(model, temperature, top_p, seed), eos_id)
 
 
-def cache_for(model: Transformer, max_tokens: int) -> CachedAttend:
-    """An empty cache with room for ``max_tokens`` tokens of the model, on its device and in its dtype."""
+def cache_for(model: Transformer, max_tokens: int) -> CachedAttend | CachedLatents:
+    """An empty cache with room for ``max_tokens`` tokens of the model, on its device and in its dtype: of keys and values, or
+    of latents where the model has latent attention."""
     config, weight = model.config, next(model.parameters())
     windows = [config.layer_window(layer) for layer in range(config.num_layers)]
-    width = config.head_dim if config.mla is None else max(config.head_dim, config.mla.v_head_dim)
-    return CachedAttend(config.num_layers, max_tokens, config.num_kv_heads, width, weight.dtype, weight.device, windows)
+    dtype, device, mla = weight.dtype, weight.device, config.mla
+    if mla is not None:
+        return CachedLatents(config.num_layers, max_tokens, mla.kv_lora_rank, mla.rope_head_dim, dtype, device, windows)
+    return CachedAttend(config.num_layers, max_tokens, config.num_kv_heads, config.head_dim, dtype, device, windows)
 
 
 class _CachedReader:
@@ -89,7 +93,7 @@ class _RecomputingReader:
         return _logits(self._model, self._tokens, 0, CausalAttend([len(self._tokens)], self._windows))
 
 
-def _logits(model: Transformer, tokens: Sequence[int], start: int, attend: CachedAttend | CausalAttend) -> Tensor:
+def _logits(model: Transformer, tokens: Sequence[int], start: int, attend: Attend) -> Tensor:
     """Logits (V,) after the last of ``tokens``, whose positions begin at ``start``."""
     device = next(model.parameters()).device
     ids = torch.tensor(tokens, dtype=torch.int64, device=device)

@@ -10,8 +10,9 @@ value dim of a head, C and Q ranks of the kv and q latents.
 
 from __future__ import annotations
 
+import math
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +20,7 @@ from shardwright.core.model_config import ModelConfig
 from shardwright.model.context import Context
 from shardwright.model.init import ParameterTable
 from shardwright.model.layers import Linear
+from shardwright.ops.attention import LatentAttend, filled
 from shardwright.ops.norm import rms_norm
 from shardwright.ops.rope import apply_rope, softmax_scale
 from shardwright.parallel.tensor import column_linear, row_linear
@@ -59,19 +61,17 @@ class LatentAttention(nn.Module):
         self.out = Linear(f"{name}.out", table)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, k, v = self._heads(x, context)
-        if context.recompute == "selective":
-            mixed = checkpoint(
-                context.attend.heads, q, k, v, self.layer, use_reentrant=False, preserve_rng_state=False
-            )
+        q, latent, k_turned = self._latents(x, context)
+        if isinstance(context.attend, LatentAttend):
+            up = self.kv_up.weight.view(q.shape[1], -1, self.mla.kv_lora_rank)
+            w_uk, w_uv = up.split([self.mla.nope_head_dim, self.mla.v_head_dim], dim=1)
+            mixed = context.attend.latent(q, latent, k_turned, w_uk, w_uv, self.layer)
         else:
-            mixed = context.attend.heads(q, k, v, self.layer)
-        mixed = mixed[..., : self.mla.v_head_dim].reshape(mixed.shape[0], -1)
-        return row_linear(mixed, self.out.weight, None, context.region, "attention out")
+            mixed = self._attend(*self._heads(q, latent, k_turned), context)[..., : self.mla.v_head_dim]
+        return row_linear(mixed.reshape(mixed.shape[0], -1), self.out.weight, None, context.region, "attention out")
 
-    def _heads(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k (T, N, H), rotated, and v (T, N, V), all filled up with zeros to max(H, V) channels: attention wants one
-        width, and zeros change no product."""
+    def _latents(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """q (T, N, H), of which the last R channels are rotated, the kv latent (T, C) and the rotated key (T, R)."""
         mla, rotation = self.mla, context.rotation
         assert rotation is not None
         first = self.q if self.q_down is None else self.q_down
@@ -85,13 +85,22 @@ class LatentAttention(nn.Module):
         if self.scale != 1.0:
             q = q * self.scale
         q_plain, q_turned = q.split([mla.nope_head_dim, mla.rope_head_dim], dim=2)
-        kv = self.kv_up(self.kv_norm(latent)).view(len(q), -1, mla.nope_head_dim + mla.v_head_dim)
+        q = torch.cat([q_plain, apply_rope(q_turned, rotation)], dim=2)
+        return q, self.kv_norm(latent), apply_rope(shared.unsqueeze(1), rotation).squeeze(1)
+
+    def _heads(self, q: Tensor, latent: Tensor, k_turned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v (T, N, max(H, V)): attention wants one width, so they are filled up with zeros."""
+        mla, width = self.mla, max(self.head_dim, self.mla.v_head_dim)
+        kv = self.kv_up(latent).view(len(q), -1, mla.nope_head_dim + mla.v_head_dim)
         k_plain, v = kv.split([mla.nope_head_dim, mla.v_head_dim], dim=2)
-        k_turned = apply_rope(shared.unsqueeze(1), rotation).expand(-1, kv.shape[1], -1)
-        width = max(self.head_dim, mla.v_head_dim)
-        q = _filled(torch.cat([q_plain, apply_rope(q_turned, rotation)], dim=2), width)
-        return q, _filled(torch.cat([k_plain, k_turned], dim=2), width), _filled(v, width)
+        k = torch.cat([k_plain, k_turned.unsqueeze(1).expand(-1, kv.shape[1], -1)], dim=2)
+        if width > self.head_dim:  # scores are divided by its root
+            q = q * math.sqrt(width / self.head_dim)
+        return filled(q, width), filled(k, width), filled(v, width)
 
-
-def _filled(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[2] == width else F.pad(x, (0, width - x.shape[2]))
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        if context.recompute == "selective":
+            heads = context.attend.heads
+            mixed: Tensor = checkpoint(heads, q, k, v, self.layer, use_reentrant=False, preserve_rng_state=False)
+            return mixed
+        return context.attend.heads(q, k, v, self.layer)

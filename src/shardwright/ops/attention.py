@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,21 @@ class Attend(Protocol):
         ...
 
 
+@runtime_checkable
+class LatentAttend(Protocol):
+    """An `Attend` that keeps what latent attention makes keys and values of, not these: the model gives it that instead."""
+
+    def latent(self, q: Tensor, c_kv: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, layer: int) -> Tensor:
+        """q (T, N, P + R), its last R channels rotated; latents c_kv (T, C) and rotated keys k_rope (T, R) of the same tokens;
+        w_uk (N, P, C) and w_uv (N, V, C), which make keys and values of c_kv -> (T, N, V). Scores are q k / sqrt(P + R)."""
+        ...
+
+
+def filled(x: Tensor, width: int) -> Tensor:
+    """x (T, N, H) with zeros up to ``width`` channels, which change no product."""
+    return x if x.shape[2] == width else F.pad(x, (0, width - x.shape[2]))
+
+
 def _batched(q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool, window: int | None) -> Tensor:
     """B segments of one length: (B*S, heads, H) -> (B*S, N, H) through PyTorch's fused attention."""
     batch, (num_heads, num_kv_heads, size) = q.shape[0] // length, (q.shape[1], k.shape[1], q.shape[2])
@@ -40,6 +55,31 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, length: int, causal: bool, window:
         mask, causal = (distance >= 0) & (distance < window), False
     out = F.scaled_dot_product_attention(qb, kb, vb, mask, is_causal=causal, enable_gqa=num_heads != num_kv_heads)
     return out.transpose(1, 2).reshape(q.shape)
+
+
+def may_see(num_new: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(T, S) bool: which of S keys each of T queries meets, whose own keys are the last T."""
+    query = torch.arange(num_keys - num_new, num_keys, device=device).unsqueeze(1)
+    key = torch.arange(num_keys, device=device).unsqueeze(0)
+    mask = key <= query
+    return mask if window is None else mask & (key > query - window)
+
+
+def attend_to(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """q (T, N, H) of the last T of the S tokens whose k and v (S, K, H) are given -> (T, N, H)."""
+    num_new, num_keys = q.shape[0], k.shape[0]
+    if num_new == num_keys:
+        return _batched(q, k, v, num_new, True, window)
+    if num_new == 1:
+        return _batched(q, k, v, 1, False, None)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1),
+        k.transpose(0, 1),
+        v.transpose(0, 1),
+        may_see(num_new, num_keys, window, q.device),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(0, 1)
 
 
 class CausalAttend:
@@ -152,21 +192,8 @@ class CachedAttend:
         window = self._windows[layer] if self._windows else None
         self.keys[layer, self.length : end] = k
         self.values[layer, self.length : end] = v
-        if self.length == 0:
-            return _batched(q, k, v, num_new, True, window)
         start = 0 if window is None else max(0, end - num_new + 1 - window)
-        keys, values = self.keys[layer, start:end], self.values[layer, start:end]
-        if num_new == 1:
-            return _batched(q, keys, values, 1, False, None)
-        query = torch.arange(self.length, end, device=q.device).unsqueeze(1)
-        key = torch.arange(start, end, device=q.device).unsqueeze(0)
-        mask = key <= query
-        if window is not None:
-            mask &= key > query - window
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), mask, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out.transpose(0, 1)
+        return attend_to(q, self.keys[layer, start:end], self.values[layer, start:end], window)
 
     def advance(self, num_new: int) -> None:
         """The model has read ``num_new`` tokens in every layer."""

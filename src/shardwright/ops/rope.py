@@ -38,14 +38,12 @@ def _rotated(config: ModelConfig) -> int:
 
 
 def softmax_scale(config: ModelConfig) -> float:
-    """What latent attention's scores are multiplied by beside 1 / sqrt(H), padding of heads included: with YaRN and
-    ``mscale_all_dim`` the square of its scale, as DeepSeek-V2 and V3 do."""
-    scaling, mla = config.rope_scaling, config.mla
-    assert mla is not None
-    padded = math.sqrt(max(config.head_dim, mla.v_head_dim) / config.head_dim)
+    """What latent attention's scores are multiplied by beside 1 / sqrt(H): with YaRN and ``mscale_all_dim`` the square of its
+    scale, as DeepSeek-V2 and V3 do."""
+    scaling = config.rope_scaling
     if scaling is None or not scaling.mscale_all_dim:
-        return padded
-    return padded * math.pow(_yarn_scale(scaling.factor, scaling.mscale_all_dim), 2)
+        return 1.0
+    return math.pow(_yarn_scale(scaling.factor, scaling.mscale_all_dim), 2)
 
 
 def rotation(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotation:

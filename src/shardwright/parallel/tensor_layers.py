@@ -30,6 +30,7 @@ from shardwright.comm.regions import gather_from_region, scatter_to_region
 from shardwright.core.suggest import did_you_mean
 from shardwright.errors import ConfigError
 from shardwright.ops.gradients import first_order
+from shardwright.parallel.expert_layer import ExpertParallel
 from shardwright.parallel.tensor import Region, column_linear, row_linear, vocab_embedding
 
 IGNORE = -100
@@ -451,9 +452,10 @@ def _chosen_styles(module: nn.Module, table: Mapping[str, str]) -> dict[str, str
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the module as it was before it was split; every rank of tp must call, and all get it."""
+    """The state dict of the module as it was before it was split, with the experts of all ranks of an `ExpertParallel`; every
+    rank of tp and ep must call, and all get it."""
     state: dict[str, Tensor] = dict(module.state_dict())
     for path, layer in module.named_modules():
-        if isinstance(layer, TensorParallelLayer):
+        if isinstance(layer, TensorParallelLayer | ExpertParallel):
             state |= {f"{path}.{key}" if path else key: value for key, value in layer.full_parameters().items()}
     return state

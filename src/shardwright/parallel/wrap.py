@@ -12,6 +12,8 @@ parameter is, and a callback at the end of the backward pass waits for what is s
 
 from __future__ import annotations
 
+import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,17 +25,16 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardwright.comm.base import Comm
 from shardwright.comm.mesh import Mesh
 from shardwright.core.buckets import BucketPlan, Member, plan_buckets
 from shardwright.core.ledger import BucketTiming
 from shardwright.errors import ConfigError
+from shardwright.parallel.bucket import Bucket
+from shardwright.parallel.copies import EXPERT, Copies, broadcast
 from shardwright.parallel.data import GradientBuckets
 from shardwright.parallel.flat import FlatParameters
-from shardwright.parallel.hooks import AllReduce, CommHook, Reduction, check_reduction
+from shardwright.parallel.hooks import AllReduce, CommHook, Reduction, check_reduction, num_ranks
 from shardwright.parallel.units import UnitHooks, unit_of_parameters
-
-_AXES = ("cp", "dp")
 
 
 class DataParallel(nn.Module):
@@ -53,6 +54,8 @@ class DataParallel(nn.Module):
       gathered), and is reduced with the rest. One that is frozen when it is wrapped stays out.
     - Gradients may be set to None or to zero, or be left where they are to accumulate: what is reduced already counts once.
     - Gradients have the parameter's dtype. Move or convert the module before it is wrapped.
+    - What differs between ranks (experts of an `ExpertParallel`) is reduced over the ranks that have the same only; a part
+      says so itself, by its ``gradient_axes`` (`parallel.copies`). A mean is over all ranks nevertheless.
 
     ``zero`` 1 to 3 shard the state over the ranks (of one replica, where the mesh's layout has ``dp_replicate``)::
 
@@ -96,12 +99,13 @@ class DataParallel(nn.Module):
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._trained:
             raise ConfigError("the module has no parameter with requires_grad; there is nothing to reduce")
-        _check_same(module, mesh.dp_cp)
+        self._copies = Copies(module, mesh)
+        self._copies.check()
         self.module, self.mesh = module, mesh
         if zero:
-            _broadcast(list(module.parameters()), mesh.dp_cp, "initial state")
+            self._copies.broadcast(dict(module.named_parameters()), "initial state")
         names, users = unit_of_parameters(module, units)
-        plans = _plan(self._trained, bucket_mb, users if zero == 3 else None)
+        plans = _plan(self._trained, self._copies, bucket_mb, users if zero == 3 else None)
         self.buckets = GradientBuckets(plans, self._trained, mesh, hook, direct=False, wide=zero > 0, layout=layout)
         self.timings: list[BucketTiming] = []
         """Of the last reduction: when each bucket was ready, launched and done, and what was waited for."""
@@ -115,25 +119,29 @@ class DataParallel(nn.Module):
         self._synchronise = True
         self._reduced = False  # the buffers hold reduced gradients, and nothing was added to them since
         self._backward_pass: int | None = None
-        for name, parameter in self._trained.items():
-            parameter.grad = None
-            parameter.register_hook(self._before)
-            parameter.register_post_accumulate_grad_hook(self._after(name))
+        for bucket in self.buckets.buckets:
+            factor = self._factor(bucket)
+            for name in (member.name for member in bucket.plan.members):
+                parameter = self._trained[name]
+                parameter.grad = None
+                parameter.register_hook(self._before(factor))
+                parameter.register_post_accumulate_grad_hook(self._after(name))
         frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._frozen: list[FlatParameters] = []
         self._units: UnitHooks | None = None
         if zero == 3:
-            kept = _plan(frozen, bucket_mb, users)
-            self._frozen = [FlatParameters(plan, frozen, mesh.dp_shard, zero=3, storage=self.buckets.storage) for plan in kept]
+            storage = self.buckets.storage
+            for plan in _plan(frozen, self._copies, bucket_mb, users):
+                self._frozen.append(FlatParameters(plan, frozen, mesh.axis(plan.shard_over), zero=3, storage=storage))
             groups = [*self.buckets.buckets, *self._frozen]
             using = [users[group.plan.members[0].name] for group in groups]
             keep = reshard == "after_backward"
             self._units = UnitHooks(module, names, groups, using, keep=keep, prefetch=prefetch)
         elif not zero:
             for bucket in self.buckets.buckets:
-                _broadcast([bucket.parameters], mesh.dp_cp, "initial state")
-            _broadcast(list(frozen.values()), mesh.dp_cp, "initial state")
-        _broadcast(list(module.buffers()), mesh.dp_cp, "initial state")
+                broadcast([bucket.parameters], self._copies.holders(bucket.plan), "initial state")
+            self._copies.broadcast(frozen, "initial state")
+        self._copies.broadcast(dict(module.named_buffers()), "initial state")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.publish()
@@ -158,15 +166,37 @@ class DataParallel(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the shards' gradients so that the norm of the whole gradient is at most ``max_norm``; returns the norm before."""
-        gradients = [shard.grad for shard in self._shards if shard.grad is not None]
-        square = torch.stack([gradient.square().sum() for gradient in gradients]).sum() if gradients else torch.zeros(())
-        self.mesh.dp_shard.all_reduce(square, name="norm")
-        norm = square.sqrt()
-        if max_norm < norm:
-            for gradient in gradients:
-                gradient.mul_(max_norm / (norm + 1e-6))
+        """Scale gradients so that the norm of the whole gradient is at most ``max_norm``; returns the norm before.
+
+        All ranks must call. What other ranks have (shards, experts, parts of split layers) counts, so the norm is the same on
+        all of them: ``torch.nn.utils.clip_grad_norm_`` would scale by the rank's own part.
+        """
+        kept = [(bucket.plan, gradient) for bucket in self.buckets.buckets for gradient in self._kept(bucket)]
+        norm = self._norm(kept)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for _, gradient in kept:
+            gradient.mul_(factor.to(gradient.device))
         return norm
+
+    def _kept(self, bucket: Bucket) -> list[Tensor]:
+        """The gradients that this rank's optimizer sees of a bucket."""
+        if self._sharded:
+            owners = [self._shards[self.buckets.buckets.index(bucket)]]
+        else:
+            owners = [self._trained[member.name] for member in bucket.plan.members]
+        return [owner.grad for owner in owners if owner.grad is not None]
+
+    def _norm(self, kept: Sequence[tuple[BucketPlan, Tensor]]) -> Tensor:
+        mesh, first = self.mesh, self.buckets.buckets[0].gradients
+        dtype = functools.reduce(torch.promote_types, (bucket.dtype for bucket in self.buckets.buckets), torch.float32)
+        whole, split, experts = torch.zeros((3, 1), dtype=dtype, device=first.device).unbind()
+        for plan, gradient in kept:
+            square = torch.linalg.vector_norm(gradient, dtype=dtype).square().to(whole.device)
+            (experts if plan.reduce_axes == EXPERT else split if plan.shard_axes else whole).add_(square)
+        sums = [(mesh.dp_shard, whole), (mesh.dp_shard, split), (mesh.edp_shard, experts)] if self._sharded else []
+        for comm, square in (*sums, (mesh.tp, split), (mesh.ep, experts)):
+            comm.all_reduce(square, name="norm")
+        return (whole + split + experts).sqrt().squeeze(0)
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -198,15 +228,26 @@ class DataParallel(nn.Module):
         self._finish_buckets()
         if self._buffers_too:
             with self.mesh.recorder.phase("reduce"):
-                _broadcast(list(self.module.buffers()), self.mesh.dp_cp, "buffers")
+                self._copies.broadcast(dict(self.module.named_buffers()), "buffers")
 
     # -- during backward ---------------------------------------------------------------------------------
 
-    def _before(self, gradient: Tensor) -> None:
-        """A gradient is about to be added to ``parameter.grad``."""
-        if self._backward_pass not in (None, torch._C._current_graph_task_id()):
-            self._finish_buckets()  # of a pass that failed on its way, or one inside which this one runs
-        self._take_share()
+    def _factor(self, bucket: Bucket) -> float:
+        """What gradients of a bucket are multiplied by so that its mean is one over all ranks that have samples."""
+        if self.buckets.hook.reduction == "sum":
+            return 1.0
+        return num_ranks(self.mesh.reduce_comms(bucket.plan.reduce_axes)) / self.mesh.dp_cp.size
+
+    def _before(self, factor: float) -> Callable[[Tensor], Tensor | None]:
+        """The hook of one parameter: a gradient is about to be added to ``parameter.grad``."""
+
+        def hook(gradient: Tensor) -> Tensor | None:
+            if self._backward_pass not in (None, torch._C._current_graph_task_id()):
+                self._finish_buckets()  # of a pass that failed on its way, or one inside which this one runs
+            self._take_share()
+            return None if factor == 1.0 else gradient * factor
+
+        return hook
 
     def _take_share(self) -> None:
         """Leave each rank its share of gradients that are reduced, so that the next sum counts them once."""
@@ -215,7 +256,7 @@ class DataParallel(nn.Module):
         self._reduced = False
         if self.buckets.hook.reduction == "sum":
             for bucket in self.buckets.buckets:
-                bucket.gradients.div_(self.mesh.dp_cp.size)
+                bucket.gradients.div_(num_ranks(bucket.comms))
 
     def _after(self, name: str) -> Callable[[Tensor], None]:
         """The hook of one parameter: its gradient was added to ``parameter.grad``."""
@@ -306,55 +347,29 @@ def _watch(model: DataParallel) -> None:
 
 
 def _plan(
-    parameters: Mapping[str, nn.Parameter], bucket_mb: float, users: Mapping[str, tuple[str, ...]] | None = None
+    parameters: Mapping[str, nn.Parameter],
+    copies: Copies,
+    bucket_mb: float,
+    users: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[BucketPlan]:
     """Buckets in reverse order of registration; parameters of another dtype or device have buckets of their own.
 
-    ``users``: the units that use each parameter; what the same units use is then one bucket, whatever its size.
+    ``users``: the units that use each parameter; what the same units use is then one bucket, whatever its size. Ranks that
+    have other experts may have more buckets of them, so these are numbered for themselves.
     """
     kinds: dict[Any, list[Member]] = {}
     for name, p in parameters.items():
         key = (p.dtype, p.device, None if users is None else users[name])
-        kinds.setdefault(key, []).append(Member(name, tuple(p.shape), (name,), True, _AXES))
+        kinds.setdefault(key, []).append(copies.member(name, p.shape))
     size = bucket_mb if users is None else float("inf")
     plans = [
         plan
         for (dtype, *_), members in kinds.items()
         for plan in plan_buckets(members, list(parameters), min(size, 2**40), dtype.itemsize)
     ]
-    return [replace(plan, name=f"gradients.{index}") for index, plan in enumerate(plans)]
-
-
-def _check_same(module: nn.Module, comm: Comm) -> None:
-    """Refuse modules that differ between ranks: their buckets would not match."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    every = comm.gather_objects([(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors])
-    for rank, other in enumerate(every):
-        if other != every[0]:
-            pairs = zip(every[0], other, strict=False)
-            sizes = f"{len(every[0])} against {len(other)} tensors"
-            first = next((f"{a} against {b}" for a, b in pairs if a != b), sizes)
-            raise ConfigError(
-                f"the module of rank {comm.ranks[rank]} is not that of rank {comm.ranks[0]} ({first}); "
-                "build the same module on every rank"
-            )
-
-
-def _broadcast(tensors: Sequence[Tensor], comm: Comm, name: str) -> None:
-    """Set tensors of any dtypes and strides to rank 0's, as bytes: one message for each dtype and device."""
-    if comm.size == 1:
-        return
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.data)  # autograd sees no new version
-    for members in kinds.values():
-        flat = members[0].view(-1) if len(members) == 1 and members[0].is_contiguous() else _joined(members)
-        comm.broadcast(flat.view(torch.uint8), name=name)
-        for member, piece in zip(members, flat.split([m.numel() for m in members]), strict=True):
-            if member.data_ptr() != piece.data_ptr():
-                member.copy_(piece.view(member.shape))
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    numbers = {expert: itertools.count() for expert in (False, True)}
+    named = []
+    for plan in plans:
+        expert = plan.reduce_axes == EXPERT
+        named.append(replace(plan, name=f"gradients.{'experts.' * expert}{next(numbers[expert])}"))
+    return named
