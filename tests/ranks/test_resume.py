@@ -20,11 +20,12 @@ import torch
 
 from ranks.kit import FaultPlan, preload, run_ranks
 from shardwright.checkpoint.io import CheckpointState, load_checkpoint
-from shardwright.checkpoint.manifest import named_steps
+from shardwright.checkpoint.manifest import latest_checkpoint, named_steps
+from shardwright.checkpoint.remote import RemoteStore
 from shardwright.comm.mesh import Mesh
 from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import parameter_specs
-from shardwright.errors import ConfigError, RankError
+from shardwright.errors import CheckpointError, ConfigError, RankError
 from shardwright.launch import RankEnv, run_local_ranks
 from shardwright.parallel.hooks import AllReduce
 from shardwright.train.data import TrainSampler
@@ -400,3 +401,56 @@ def sharded(folder: Path) -> RunConfig:
     records = [record["valid_loss"] for record in read_metrics(config.train.run_dir) if "valid_loss" in record]
     assert len(records) == 2
     return config
+
+
+# ------------------------------------------------------------------------------------------ an object store
+
+
+def refuse_uploads(env: RankEnv, files: int) -> None:
+    """Have the store take so many files and then no more."""
+    original, taken = RemoteStore._put, iter(range(files))
+
+    def put(self: RemoteStore, *arguments: Any) -> None:
+        if next(taken, None) is None:
+            raise ConnectionError("the store is away")
+        original(self, *arguments)
+
+    RemoteStore._put = put  # type: ignore[method-assign]
+
+
+def stored(url: str) -> list[int]:
+    return [found.step for found in RemoteStore(url).steps() if found.finished]
+
+
+def test_a_run_whose_machine_is_lost_goes_on_from_the_store(folder: Path, whole: RunConfig) -> None:
+    url = f"file://{folder}/store"
+    first = make_config(folder, "stored", save_every=4, keep_every=2, checkpoint_url=url)
+    run(first, plan=Plan(prepare=stop_in_step, arguments=(4, 1)))
+    assert stored(url) == [4, 5] == checkpoints(first)
+    with pytest.raises(CheckpointError, match=r"store already holds checkpoints \(up to step 5\); continue with --resume"):
+        prepare_run(make_config(folder, "another", checkpoint_url=url), RunOptions())
+    second = make_config(folder, "elsewhere", save_every=5, keep_every=5, checkpoint_url=url)
+    flipped = folder / "store" / "step-5" / "state" / "exp_avg.safetensors"
+    content = bytearray(flipped.read_bytes())
+    content[-1] ^= 1
+    flipped.write_bytes(content)
+    run(second, resume="auto")
+    assert checkpoints(second) == [5, 10]  # step 5 came with a wrong byte, so step 4 came too; here 5 was saved again
+    records = read_metrics(second.train.run_dir)
+    assert [record["step"] for record in records] == [*range(5, STEPS + 1)]
+    assert [record["loss"] for record in records] == losses(whole)[4:]
+    assert_same_state(load(second), load(whole))
+    assert stored(url) == [5, 10]
+    assert latest_checkpoint(folder / "store", pytest.fail) == folder / "store" / "step-10"  # a folder like ours
+
+
+def test_an_upload_that_fails_ends_the_run_which_then_goes_on(folder: Path, whole: RunConfig) -> None:
+    url = f"file://{folder}/flaky"
+    config = make_config(folder, "flaky-run", save_every=2, keep_last=9, checkpoint_url=url)
+    with pytest.raises(CheckpointError, match=r"^could not copy step-[4-9] to .*ConnectionError: the store is away"):
+        run(config, plan=Plan(prepare=refuse_uploads, arguments=(7,)))
+    assert stored(url) == [2]
+    assert checkpoints(config)[0] == 2
+    run(config, resume="auto")
+    assert losses(config) == losses(whole)
+    assert stored(url)[-1] == STEPS and len(list((folder / "flaky").iterdir())) == len(stored(url))

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -89,15 +89,24 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {MANIFEST}: not a checkpoint, or a save that was interrupted")
     try:
-        content = json.loads(path.read_bytes())
-        version = content["format_version"]
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}; use another checkpoint") from None
+    return parse_manifest(content, str(path))
+
+
+def parse_manifest(content: bytes, where: str) -> dict[str, FileEntry]:
+    """The files that a manifest lists; ``where`` it lies is for the `CheckpointError` of one that cannot be used."""
+    try:
+        table = json.loads(content)
+        version = table["format_version"]
         if version not in READABLE:
-            raise CheckpointError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}; update it")
-        files = {name: FileEntry.of(entry) for name, entry in content["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is torn ({type(error).__name__}: {error}); use another checkpoint") from None
+            raise CheckpointError(f"{where} has format version {version}, this program reads {FORMAT_VERSION}; update it")
+        files = {name: FileEntry.of(entry) for name, entry in table["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{where} is torn ({type(error).__name__}: {error}); use another checkpoint") from None
     if outside := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
-        raise CheckpointError(f"{path} names {outside[0]!r}, which is outside of the checkpoint")
+        raise CheckpointError(f"{where} names {outside[0]!r}, which is outside of the checkpoint")
     return files
 
 
@@ -252,14 +261,19 @@ def put_in_place(partial: Path, final: Path) -> None:
         _remove(replaced)
 
 
-def rotate(root: Path, written: int, keep_last: int, keep_every: int = 0) -> None:
-    """Remove older checkpoints, by number, but the last ``keep_last`` (the new one counts) and those of every
-    ``keep_every`` steps; neither the one just written, nor a higher one, nor a torn one (which is left for somebody to
-    look at)."""
-    older = [path for step, path in named_steps(root).items() if step < written and is_complete(path)]
-    for path in older[: max(0, len(older) - (keep_last - 1))]:
-        if not keep_every or step_of(path) % keep_every:
-            _remove(path)
+def expired(complete: Iterable[int], written: int, keep_last: int, keep_every: int = 0) -> list[int]:
+    """The steps to remove now that ``written`` is safe: older ones, by number, but the last ``keep_last`` (the new one
+    counts) and those of every ``keep_every`` steps; neither the one just written nor a higher one."""
+    older = sorted({step for step in complete if step < written})
+    return [step for step in older[: max(0, len(older) - (keep_last - 1))] if not keep_every or step % keep_every]
+
+
+def rotate(root: Path, written: int, keep_last: int, keep_every: int = 0, busy: Collection[Path] = ()) -> None:
+    """Remove what has `expired`, but not a torn one (which is left for somebody to look at), nor the ``busy`` ones."""
+    complete = {step: path for step, path in named_steps(root).items() if step < written and is_complete(path)}
+    for step in expired(complete, written, keep_last, keep_every):
+        if complete[step] not in busy:
+            _remove(complete[step])
 
 
 def _remove(path: Path) -> None:
@@ -272,6 +286,13 @@ def _remove(path: Path) -> None:
 
 
 # -- files -----------------------------------------------------------------------------------------
+
+
+def sync_file(path: Path) -> int:
+    """Bytes of a file whose content is then on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
 
 
 def sync_directory(folder: Path) -> None:

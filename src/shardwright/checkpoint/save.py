@@ -47,6 +47,7 @@ from shardwright.checkpoint.manifest import (
     rotate,
     write_manifest,
 )
+from shardwright.checkpoint.remote import RemoteStore, Uploader
 from shardwright.checkpoint.runs import Place, Run, parts, uncovered, write_run
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.specs import parameter_specs
@@ -121,8 +122,9 @@ class Saver:
 
     After :meth:`start` the tensors of the snapshot must stay as they are until :meth:`wait_copied`. ``token`` is the same
     on all ranks and new for each run; ``timeout_s`` the longest wait for another rank. Of the older checkpoints the last
-    ``keep_last`` stay (the new one counts), and those whose step ``keep_every`` divides (0: none). ``on_point`` is called
-    with "weights_written", "state_written", "manifest_written" and "renamed".
+    ``keep_last`` stay (the new one counts), and those whose step ``keep_every`` divides (0: none); so it is in ``store``,
+    to which rank 0 copies complete checkpoints, with a failure raised as one of the save. ``on_point`` is called with
+    "weights_written", "state_written", "manifest_written" and "renamed".
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class Saver:
         keep_every: int = 0,
         shard_bytes: int = SHARD_BYTES,
         timeout_s: float = 120.0,
+        store: RemoteStore | None = None,
         on_point: Callable[[str], None] | None = None,
     ) -> None:
         if keep_last < 1:
@@ -148,6 +151,7 @@ class Saver:
         self.times = SaveTimes()
         """Of the last save."""
         self._reached = on_point or (lambda name: None)
+        self.uploads = None if store is None or rank else Uploader(store, keep_last, keep_every)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
         self._copied, self._cancelled = Event(), Event()
@@ -181,25 +185,34 @@ class Saver:
             self.times.blocked += time.perf_counter() - before
 
     def poll(self) -> None:
-        """Raise the error of the save under way, if it has failed; never waits."""
+        """Raise the error of the save under way, or of an upload, if it has failed; never waits."""
         if self._running is not None and self._running.done():
             self.wait()
+        if self.uploads is not None:
+            self.uploads.poll()
 
     def wait(self) -> None:
-        """Return when this rank's part of the save under way is done (on rank 0: all of it); raises its error."""
+        """Return when this rank's part of the save under way is done (on rank 0: all of it, but for the upload); raises
+        its error, or that of an upload that has failed."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
+        if self.uploads is not None:
+            self.uploads.poll()
 
     def close(self) -> None:
-        """Give up a save under way and free the thread."""
+        """Give up a save and an upload under way and free the threads."""
         self._cancelled.set()
         self._pool.shutdown(wait=True)
+        if self.uploads is not None:
+            self.uploads.close()
 
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        while kind is None and self.uploads is not None and not self.uploads.wait(1.0):
+            pass
         self.close()
 
     # -- one save ----------------------------------------------------------------------------------
@@ -365,7 +378,8 @@ class Saver:
         final = self.root / f"step-{step}"
         put_in_place(partial, final)
         self._reached("renamed")
-        rotate(self.root, step, self.keep_last, self.keep_every)
+        busy = [] if self.uploads is None else self.uploads.offer(final)
+        rotate(self.root, step, self.keep_last, self.keep_every, busy)
 
 
 def _write_file(path: Path, content: Sequence[tuple[Run, Tensor]]) -> list[HashedRun]:

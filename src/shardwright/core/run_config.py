@@ -117,6 +117,8 @@ class TrainConfig(Section):
     keep_last: int = Field(default=2, ge=1)
     keep_every: int = Field(default=0, ge=0)
     """Keep the checkpoints of steps that this divides, however old (0: none)."""
+    checkpoint_url: str | None = None
+    """Copy complete checkpoints there too, for instance s3://bucket/run (fsspec); ``--resume auto`` looks there as well."""
     async_save: bool = True
     """Write checkpoints in the background; the last one of a run is waited for."""
     elastic: bool = False

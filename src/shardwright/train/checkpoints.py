@@ -1,22 +1,31 @@
-"""The checkpoints of a run on one rank: which one to go on from, when to save, and that training need not wait for it."""
+"""The checkpoints of a run on one rank: which one to go on from, when to save, and that training need not wait for it.
+
+With ``train.checkpoint_url`` rank 0 copies complete checkpoints to an object store and looks for a later one there. What it
+does alone may take longer than a collective waits for a rank, so meanwhile the ranks meet again and again.
+"""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 
 from shardwright.checkpoint.io import CheckpointState, copy_weights, load_checkpoint, verify_checkpoint
-from shardwright.checkpoint.manifest import latest_checkpoint
+from shardwright.checkpoint.manifest import latest_checkpoint, step_of
+from shardwright.checkpoint.remote import RemoteStore, Stored
 from shardwright.checkpoint.save import Saver, SaveTimes, Snapshot
 from shardwright.core.run_config import RunConfig
-from shardwright.errors import CheckpointError, ConfigError, NonFiniteError
+from shardwright.errors import CheckpointError, ConfigError, NonFiniteError, ShardwrightError
 from shardwright.train.state import StateWriter, local_tensors
 from shardwright.train.step import Trainer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,8 @@ class RunCheckpoints:
         self.last: Path | None = None
         """The last checkpoint that was begun or resumed from."""
         token = mesh.world.gather_objects(secrets.token_hex(4))[0]
+        url = train.checkpoint_url
+        self.store = RemoteStore(url) if url is not None and mesh.rank == 0 else None
         self.saver = Saver(
             self.root,
             config.model,
@@ -51,6 +62,7 @@ class RunCheckpoints:
             keep_every=train.keep_every,
             shard_bytes=int(train.shard_gb * 1e9),
             timeout_s=train.timeout_s,
+            store=self.store,
         )
         self._writer = StateWriter(trainer)
         trainer.before_update = self.saver.wait_copied
@@ -83,10 +95,16 @@ class RunCheckpoints:
         return Snapshot(step, samples, self._writer.weights(), self._writer.optimizer(), extra)
 
     def finish(self) -> None:
-        """Return when the save under way is complete on every rank."""
+        """Return when the save under way is complete on every rank, and uploaded."""
         self.saver.wait()
         with self.mesh.recorder.aside():
             self.mesh.world.barrier(name="checkpoint saved")
+            if self.config.train.checkpoint_url is not None:
+                self._on_rank_0(self._uploaded)
+
+    def _uploaded(self) -> None:
+        while self.saver.uploads is not None and not self.saver.uploads.wait(1.0):
+            pass
 
     def poll(self) -> None:
         """Raise what has gone wrong in the background."""
@@ -100,6 +118,8 @@ class RunCheckpoints:
     ) -> None:
         if isinstance(error, NonFiniteError):  # all ranks stop after the same step, so the save can be finished
             self.saver.wait()
+        if error is None and self.config.train.checkpoint_url is not None:
+            self.finish()
         self.saver.close()
 
     # -- restore ---------------------------------------------------------------------------------------
@@ -133,20 +153,49 @@ class RunCheckpoints:
     def _choose(self, resume: str) -> Path | None:
         """A checkpoint of which every byte was checked, the ranks sharing the work; the same on all ranks."""
         passed: list[Path] = []
+        fetched: list[Stored] = []
         while True:
-            found = Path(resume) if resume != "auto" else latest_checkpoint(self.root, self._say, skip=passed)
-            path = self.mesh.world.gather_objects(found)[0]
+            path = Path(resume) if resume != "auto" else self._on_rank_0(lambda: self._latest(passed, fetched))
             if path is None:
                 if passed:
                     raise CheckpointError(f"no checkpoint in {self.root} is whole; give a new run folder to start again")
                 return None
             wrong = verify_checkpoint(path, self.mesh.world)
             if wrong is None:
-                return Path(path)
+                if self.saver.uploads is not None and path.parent == self.root:
+                    self.saver.uploads.offer(path, unless_there=True)  # an upload may have been interrupted
+                return path
             if resume != "auto":
                 raise CheckpointError(wrong)
             self._say(f"{path} is skipped: {wrong}")
             passed.append(path)
+
+    def _latest(self, passed: list[Path], fetched: list[Stored]) -> Path | None:
+        """The newest complete checkpoint here but those ``passed`` over, or a newer one from the store, ``fetched`` once."""
+        here = latest_checkpoint(self.root, self._say, skip=passed)
+        there = None if self.store is None else self.store.latest(self._say, skip=fetched)
+        if self.store is None or there is None or (here is not None and step_of(here) >= there.step):
+            return here
+        fetched.append(there)
+        path = self.store.download(there, self.root)
+        self._say(f"{path.name} was copied from {self.store.url}")
+        if path in passed:
+            passed.remove(path)
+        return path
+
+    def _on_rank_0(self, act: Callable[[], T]) -> T:
+        """What ``act`` returns on rank 0, or its `ShardwrightError`, on all ranks; however long it takes, no collective
+        waits long."""
+        world, found = self.mesh.world, None
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(act) if world.rank == 0 else None
+            while found is None:
+                mine = None if job is None else _outcome(job, self.config.train.timeout_s / 4)
+                found = world.gather_objects(mine)[0]
+        error, result = found
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
 
     def _compare(self, state: CheckpointState) -> None:
         """Say what makes the numbers of samples mean other samples than before."""
@@ -174,3 +223,12 @@ class RunCheckpoints:
 
         trainer.fill_parameters(write)  # masters in fp32 also where the parameters are not
 
+
+def _outcome(job: Future[Any], wait_s: float) -> tuple[ShardwrightError | None, Any] | None:
+    """The error or the result, or None if there is neither after ``wait_s`` seconds."""
+    if not wait([job], wait_s).done:
+        return None
+    try:
+        return None, job.result()
+    except ShardwrightError as error:
+        return error, None

@@ -22,6 +22,7 @@ import torch
 
 from shardwright.checkpoint.hf import hf_names
 from shardwright.checkpoint.manifest import check_fresh, check_sizes, latest_checkpoint, named_steps
+from shardwright.checkpoint.remote import RemoteStore, check_store
 from shardwright.comm.base import Comm
 from shardwright.comm.flight import FlightRecorder, hang_report
 from shardwright.comm.mesh import MESH_AXES, Mesh
@@ -66,7 +67,7 @@ def prepare_run(
     check_start(config)
     hf_names(config.model)  # a model that its family's format cannot hold would fail only at the first save
     config.model.to_hf()
-    check_run_dir(Path(config.train.run_dir), options.resume)
+    check_run_dir(Path(config.train.run_dir), options.resume, config.train.checkpoint_url)
     data = prepare_data(config, progress)
     open_split(config, data, "train")
     if data.valid:
@@ -82,12 +83,15 @@ def check_start(config: RunConfig) -> None:
         config.layout.check_world(env.world_size)
 
 
-def check_run_dir(run_dir: Path, resume: str) -> None:
-    """Refuse what would mix two runs in one folder, a torn checkpoint, and a folder that cannot be written."""
+def check_run_dir(run_dir: Path, resume: str, url: str | None = None) -> None:
+    """Refuse what would mix two runs in one folder or store, a torn checkpoint, and a folder that cannot be written."""
     root = run_dir / "checkpoints"
+    store = None if url is None else RemoteStore(url)
+    if store is not None and resume != "auto":
+        check_store(store, Path(resume) if Path(resume).resolve().parent == root.resolve() else None)
     if resume == "auto":
         named = named_steps(root)
-        if named and latest_checkpoint(root, lambda text: None) is None:
+        if named and store is None and latest_checkpoint(root, lambda text: None) is None:
             raise CheckpointError(
                 f"{root} has no complete checkpoint to continue from ({', '.join(path.name for path in named.values())} "
                 "lack data); move them away to start again, or give a new run folder"
