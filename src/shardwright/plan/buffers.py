@@ -1,48 +1,73 @@
-"""What a rank holds for a while under ZeRO: gathered parameters and gradients on their way, at their peak, in elements.
+"""What a rank holds for a while under ZeRO: gathered parameters and gradients on their way, at their peak.
 
-A rank's units have places 0, 1, ... in order of use. Forward takes them up, backward down; what is held when follows from
-the rules of `parallel.gather` and `parallel.data`, which this file repeats with numbers only.
+A rank's units have places 0, 1, ... in order of use. Forward takes a stage's places up, backward down; what is held when
+follows from the rank's row of the schedule by the rules of `parallel.gather` and `parallel.data`, which this file follows
+with numbers only.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from shardwright.core.layout import Layout
+from shardwright.schedule.action import Action, Kind
+from shardwright.schedule.gathers import plan_gathers, uses_of_row
 
 IN_FLIGHT = 2
 """Gradient buffers whose reduction is under way at once, from stage 2 on; before one more, the first is waited for."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """Parameters that are gathered, or reduced, as one: how many, and the places of the first and last unit that uses them."""
-
-    size: int
-    first: int
-    last: int
-
-    @property
-    def places(self) -> set[int]:
-        return {self.first, self.last}
-
-
-@dataclass(frozen=True)
 class Part:
-    """Parameters of one unit: those with the same ``group`` may be reduced together. ``tied``: used by the last unit too."""
+    """One parameter of one unit. Those with the same ``group`` may be reduced together, over the same ``shards`` ranks.
+
+    ``tied``: used by the last unit too. ``at_once``: its gradient is written in B although others wait for W.
+    """
 
     group: Hashable
     size: int
     tied: bool = False
+    shards: int = 1
+    at_once: bool = False
+
+
+@dataclass
+class Held:
+    """Parameters that are gathered, or reduced, as one: how many, the ranks that they are cut over, and the places of the
+    units that use them. ``at_once``: places whose B writes some of their gradients."""
+
+    shards: int
+    size: int = 0
+    places: set[int] = field(default_factory=set)
+    at_once: set[int] = field(default_factory=set)
+
+    @property
+    def shard(self) -> int:
+        return -(-self.size // self.shards)
+
+    @property
+    def padded(self) -> int:
+        """Elements of a buffer for all of them, which is cut into equal shards."""
+        return self.shard * self.shards
+
+    def add(self, part: Part, place: int, last: int) -> None:
+        """``part`` of the unit at ``place`` joins; ``last`` is the place of the last unit."""
+        self.size += part.size
+        self.places |= {place, last} if part.tied else {place}
+        if part.at_once:
+            self.at_once.add(place)
 
 
 def by_unit(units: Sequence[Iterable[Part]]) -> list[Held]:
     """What is gathered as one in stage 3, in the order in which backward is done with it."""
-    last, found = len(units) - 1, []
+    found: list[Held] = []
     for place in reversed(range(len(units))):
-        sizes: dict[tuple[Hashable, bool], int] = {}
+        alike: dict[tuple[Hashable, bool], Held] = {}
         for part in units[place]:
-            sizes[part.group, part.tied] = sizes.get((part.group, part.tied), 0) + part.size
-        found += [Held(size, place, last if tied else place) for (_, tied), size in sizes.items()]
+            alike.setdefault((part.group, part.tied), Held(part.shards)).add(part, place, len(units) - 1)
+        found += alike.values()
     return found
 
 
@@ -55,66 +80,147 @@ def by_size(units: Sequence[Iterable[Part]], limit: int) -> list[Held]:
             held = open_buckets.get(part.group)
             if held is not None and held.size + part.size > limit:
                 closed.append(open_buckets.pop(part.group))
-                held = None
-            last = len(units) - 1 if part.tied else place
-            open_buckets[part.group] = (
-                Held(part.size, place, last)
-                if held is None
-                else Held(held.size + part.size, place, max(held.last, last))
-            )
-    return sorted([*closed, *open_buckets.values()], key=lambda held: -held.first)
+            open_buckets.setdefault(part.group, Held(part.shards)).add(part, place, len(units) - 1)
+    return sorted([*closed, *open_buckets.values()], key=lambda held: -min(held.places))
 
 
-def gathered_peak(held: Sequence[Held], num_units: int, prefetch: int, *, around: bool = False) -> int:
-    """The most elements gathered at once when each unit is freed after its use and ``prefetch`` more are on their way.
+@dataclass
+class Meter:
+    """A quantity that comes and goes, and the most of it at any time."""
 
-    ``around``: the first unit may follow the last (several stages on one rank).
+    now: float = 0.0
+    peak: float = 0.0
+
+    def add(self, amount: float) -> None:
+        self.now += amount
+        self.peak = max(self.peak, self.now)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes: gathered parameters; buffers of gradients with shards that come from the host; those shards alone."""
+
+    gathered: float
+    buffers: float
+    arriving: float
+
+
+class Walk:
+    """One rank's row of a schedule, with what it gathers and reduces.
+
+    ``held`` are its groups of parameters, ``stages`` the places of each of its stages' units by stage, ``param`` and
+    ``grad`` the bytes of an element. The result is the same as long as ``row`` has its beginning, steady state and end.
     """
-    at: list[set[int]] = [set() for _ in range(num_units)]
-    for index, group in enumerate(held):
-        for place in group.places:
-            at[place].add(index)
-    peak = 0
-    for place in range(num_units):
-        ahead = range(place, place + 1 + min(prefetch, num_units - 1))
-        window = [index % num_units for index in ahead if around or index < num_units]
-        peak = max(peak, sum(held[index].size for index in set().union(*(at[index] for index in window))))
-    return peak
 
+    def __init__(
+        self, layout: Layout, held: Sequence[Held], stages: dict[int, range], param: float, grad: float
+    ) -> None:
+        self.layout, self.held, self.stages, self.param, self.grad = layout, held, stages, param, grad
+        count = max((places.stop for places in stages.values()), default=0)
+        self._of_place: list[list[int]] = [[] for _ in range(count)]
+        for index, group in enumerate(held):
+            for place in group.places:
+                self._of_place[place].append(index)
+        self._early = [[i for i in found if place in held[i].at_once] for place, found in enumerate(self._of_place)]
 
-def reduction_peak(
-    held: Sequence[Held],
-    num_units: int,
-    shards: int,
-    *,
-    deferred: bool,
-    parts: bool,
-    passes: int = 1,
-    beside: Sequence[float] = (),
-) -> float:
-    """The most elements of gradient buffers during backward, from stage 2 on.
+    def peaks(self, row: Sequence[Action]) -> Peaks:
+        """Walk ``row`` from its first F to its last W."""
+        last = 1 + max((action.microbatch for action in row), default=0)
+        self._times = last if self.layout.num_reductions > 1 else 1
+        self._skip = last - self._times
+        self._gathered, self._buffers, self._arriving = Meter(), Meter(), Meter()
+        self._whole, self._in_flight = [False] * len(self.held), deque[float]()
+        self._written = [dict.fromkeys(group.places, 0) for group in self.held]
+        self._launched = [0] * len(self.held)
+        self._done = [0] * len(self._of_place)
+        self._begin_gathers(row)
+        for action in row:
+            places = self.stages[action.stage]
+            for place in places if action.kind is Kind.F else reversed(places):
+                self._use(action.kind, place)
+        return Peaks(self._gathered.peak, self._buffers.peak, self._arriving.peak)
 
-    A buffer is there from the first gradient that is written to it (``deferred``: from an earlier micro-batch) to the end of
-    its reduction. ``parts``: each reduction ends in a shard of its own, which is then added or copied to where shards are
-    kept; without, that is so from the second of ``passes`` on. ``beside``: what else is held at each place.
-    """
-    now = float(sum(group.size for group in held)) if deferred else 0.0
-    peak, flying = 0.0, list[float]()
-    begins, ends = [0] * num_units, [list[Held]() for _ in range(num_units)]
-    for group in held:
-        begins[group.last] += 0 if deferred else group.size
-        ends[group.first].append(group)
-    for run in range(passes):
-        apart = parts or run > 0
-        for place in reversed(range(num_units)):
-            now += begins[place]
-            other = beside[place] if beside else 0.0
-            peak = max(peak, now + other)
-            for group in ends[place]:
-                if len(flying) == IN_FLIGHT:
-                    now -= flying.pop(0)
-                extra = -(-group.size // shards) if apart else 0
-                now += extra
-                flying.append(group.size + extra)
-                peak = max(peak, now + other)
-    return peak
+    def _use(self, kind: Kind, place: int) -> None:
+        if kind is not Kind.W:
+            self._acquire()
+        if kind in (Kind.W, Kind.BW):
+            self._open(self._of_place[place])
+        elif kind is Kind.B:
+            self._open(self._early[place])
+        if kind is not Kind.W:
+            self._release()
+        if kind in (Kind.W, Kind.BW):
+            self._unit_written(place)
+
+    # -- parameters ------------------------------------------------------------------------------------
+
+    def _begin_gathers(self, row: Sequence[Action]) -> None:
+        self._place, self._there, self._on_their_way = 0, set[int](), set[int]()
+        self._uses = uses_of_row(row, {s: [str(place) for place in places] for s, places in self.stages.items()})
+        if self.layout.zero == 3:
+            self._uses = plan_gathers(self._uses, [{str(place) for place in g.places} for g in self.held], self.layout)
+
+    def _start(self, index: int) -> None:
+        if index not in self._there:
+            self._there.add(index)
+            self._on_their_way.add(index)
+            self._gathered.add(self.param * self.held[index].padded)
+            self._arrive(index, 1)
+
+    def _arrive(self, index: int, sign: int) -> None:
+        """A shard of which a part is in host memory is on the device while it is gathered."""
+        if self.layout.offload == "params" and self.layout.hosted(self.held[index].shard):
+            for meter in (self._arriving, self._buffers):
+                meter.add(sign * self.param * self.held[index].shard)
+
+    def _acquire(self) -> None:
+        gather = self._uses[self._place].gather
+        for index in gather:
+            self._start(index)
+        for index in gather:
+            if index in self._on_their_way:
+                self._on_their_way.remove(index)
+                self._arrive(index, -1)
+        for use in self._uses[self._place + 1 : self._place + 1 + self.layout.prefetch]:
+            for index in use.gather:
+                if index in self._there and index not in self._on_their_way:
+                    return
+                self._start(index)
+
+    def _release(self) -> None:
+        for index in self._uses[self._place].free:
+            self._there.remove(index)
+            self._gathered.add(-self.param * self.held[index].padded)
+        self._place += 1
+
+    # -- gradients -------------------------------------------------------------------------------------
+
+    def _open(self, groups: Iterable[int]) -> None:
+        for index in groups:
+            if not self._whole[index]:
+                self._whole[index] = True
+                self._buffers.add(self.grad * self.held[index].padded)
+
+    def _unit_written(self, place: int) -> None:
+        self._done[place] += 1
+        if self._done[place] <= self._skip:
+            return
+        for index in self._of_place[place]:
+            written = self._written[index]
+            written[place] += 1
+        for index in self._of_place[place]:
+            while self._launched[index] < min(self._times, *self._written[index].values()):
+                self._launch(index)
+
+    def _launch(self, index: int) -> None:
+        """Reduce a group: into the shard that is kept, or apart where one is there already or goes to the host."""
+        held = self.held[index]
+        self._open([index])
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._buffers.add(-self._in_flight.popleft())
+        hosted = self.layout.offload != "none" and self.layout.hosted(held.shard) > 0
+        apart = self.grad * held.shard if self._launched[index] or hosted else 0.0
+        self._buffers.add(apart)
+        self._in_flight.append(self.grad * held.padded + apart)
+        self._whole[index] = False
+        self._launched[index] += 1

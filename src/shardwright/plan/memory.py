@@ -24,21 +24,26 @@ scores, ``full`` keeps the input of each layer only (``2 T D/σ``) and has one l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from functools import lru_cache
 from math import ceil
 
 from shardwright.core.layout import Layout
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.plan import StageMemory
 from shardwright.errors import ConfigError
-from shardwright.plan.buffers import by_size, by_unit, gathered_peak, reduction_peak
+from shardwright.plan.buffers import Peaks, Walk, by_size, by_unit
 from shardwright.plan.compute import ACTIVATION_BYTES, LayerKind, Shape
 from shardwright.plan.stack import Stack
 from shardwright.plan.stages import Parameters, ParameterTable, RankUnits, chunks_per_rank
+from shardwright.schedule.action import Schedule
+from shardwright.schedule.make import make_schedule
 
 PARAMETER_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4}
 """Bytes of a working parameter; 2 in the other precisions."""
 GRADIENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+WALKED_ROUNDS = 4
+"""Of pp micro-batches each, after which buffers have been as full as they will be."""
 LOGIT_BYTES = 4
 """Of a logit in cross entropy, beside its working copy and its gradient."""
 
@@ -205,18 +210,31 @@ def in_flight(layout: Layout, rank: int) -> float:
 # -- one rank --------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=64)
+def _schedule(name: str, pp: int, virtual: int, microbatches: int) -> Schedule:
+    """The rows that a layout's buffers are walked along."""
+    return make_schedule(Layout(schedule=name, pp=pp, virtual=virtual, microbatches=microbatches))
+
+
+def _walked(layout: Layout) -> int:
+    """Micro-batches after which nothing new is held: the rounds of a steady state, by multiples of pp."""
+    most = WALKED_ROUNDS * layout.pp + layout.microbatches % layout.pp
+    return layout.microbatches if layout.schedule.startswith("file:") else min(layout.microbatches, most)
+
+
 class MemoryModel:
     """Prices the memory of pipeline ranks of one model under one stack."""
 
     def __init__(self, model: ModelConfig, table: ParameterTable, stack: Stack) -> None:
         self.model, self.table, self.stack = model, table, stack
+        self._peaks: dict[Hashable, Peaks] = {}
 
     def stage(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> StageMemory:
         """Peak bytes of one GPU of pipeline rank ``rank``."""
         held = self.table.of_rank(units, layout.tp, layout.ep)
         state = state_bytes(layout, held, self.stack)
         activations = self._activations(layout, rank, units, shape)
-        buffers = self._buffers(layout, units, shape)
+        buffers = self._buffers(layout, rank, units, shape)
         return StageMemory(
             stage=rank,
             parameters=ceil(state["parameters"]),
@@ -252,11 +270,11 @@ class MemoryModel:
             found["logits"] = logits
         return found
 
-    def _buffers(self, layout: Layout, units: RankUnits, shape: Shape) -> dict[str, float]:
+    def _buffers(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> dict[str, float]:
         """Gathered units, buckets on their way, gathered tokens, key and value blocks, stage boundaries."""
         model = self.model
         size = ACTIVATION_BYTES.get(layout.precision, 2)
-        found = self._sharding_buffers(layout, units) if layout.zero >= 2 and units.num_units else {}
+        found = self._sharding_buffers(layout, rank, units) if layout.zero >= 2 and units.num_units else {}
         tokens = shape.tokens
         if shape.split > 1:
             found["gathered tokens"] = 2 * size * tokens * model.dim
@@ -266,38 +284,29 @@ class MemoryModel:
             found["stage boundaries"] = 4 * size * tokens * model.dim / shape.split
         return found
 
-    def _sharding_buffers(self, layout: Layout, units: RankUnits) -> dict[str, float]:
+    def _sharding_buffers(self, layout: Layout, rank: int, units: RankUnits) -> dict[str, float]:
         """Gathered parameters (stage 3) and gradients on their way to the shards (stages 2 and 3)."""
+        degrees = (layout.tp, layout.cp, layout.dp, layout.ep, layout.dp_replicate, layout.sequence_parallel)
+        packing = (layout.zero, layout.bucket_mb, layout.precision, layout.reduce_dtype)
+        order = (layout.pp, layout.schedule, _walked(layout), rank)
+        key = (units, *degrees, *packing, *order, layout.accumulate, layout.microbatches > 1, layout.reshard,
+               layout.prefetch, layout.offload, layout.offload_fraction)  # fmt: skip
+        if key not in self._peaks:
+            self._peaks[key] = self._walk(layout, rank, units)
+        peaks = self._peaks[key]
+        gathered = "parameters kept gathered" if layout.keeps_gathered else "gathered units"
+        found = {"gradient buffers": peaks.buffers - peaks.arriving, "shards from the host": peaks.arriving}
+        return found | ({gathered: peaks.gathered} if layout.zero == 3 else {})
+
+    def _walk(self, layout: Layout, rank: int, units: RankUnits) -> Peaks:
         param, grad = PARAMETER_BYTES.get(layout.precision, 2), gradient_bytes(layout, self.stack)
-        parts, count = self.table.parts(units, layout), units.num_units
-        shards = shard_ranks(layout)[0]
-        groups = by_unit(parts) if layout.zero == 3 else by_size(parts, int(layout.bucket_mb * 2**20 / 4))
-        beside: list[float] = []
-        found: dict[str, float] = {}
-        if layout.zero == 3:
-            ahead = layout.prefetch
-            if layout.keeps_gathered:
-                found["parameters kept gathered"] = param * sum(group.size for group in groups)
-            else:
-                around = layout.num_stages > layout.pp
-                found["gathered units"] = param * gathered_peak(groups, count, ahead, around=around)
-            if layout.offload == "params":  # a shard is on the device while it is gathered
-                at = [sum(group.size for group in groups if place in group.places) for place in range(count)]
-                arriving = [sum(at[max(0, place - max(1, ahead)) : place]) for place in range(count)]
-                ratio = param / grad / shards
-                found["shards from the host"] = param / shards * max(arriving)
-                beside = [size * ratio * (not layout.keeps_gathered) for size in arriving]
-        peak = reduction_peak(
-            groups,
-            count,
-            shards,
-            deferred=layout.accumulate == "defer" and layout.microbatches > 1,
-            parts=layout.offload != "none" and layout.offload_fraction > 0,
-            passes=min(3, layout.num_reductions),
-            beside=beside,
-        )
-        found["gradient buffers"] = max(0.0, grad * peak - found.get("shards from the host", 0.0))
-        return found
+        parts, stages, first = self.table.parts(units, layout), {}, 0
+        held = by_unit(parts) if layout.zero == 3 else by_size(parts, int(layout.bucket_mb * 2**20 / 4))
+        schedule = _schedule(layout.schedule, layout.pp, layout.virtual, _walked(layout))
+        for stage, count in zip(schedule.stages_of(rank), units.stages, strict=True):
+            stages[stage] = range(first, first + count)
+            first += count
+        return Walk(layout, held, stages, param, grad).peaks(schedule.rows[rank])
 
     def _blocks(self, layout: Layout, tokens: float, size: int) -> float:
         """Beside what one layer's attention saves, at the peak of its backward: keys and values of other ranks, and wide sums.

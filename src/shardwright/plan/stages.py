@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 from shardwright.core import stages as core_stages
 from shardwright.core.layout import V_SHAPED, Layout
@@ -32,11 +33,22 @@ def stages_of_rank(layout: Layout, rank: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RankUnits:
-    """What one pipeline rank holds: how many layers of each kind, the embedding, the head."""
+    """What one pipeline rank holds: how many layers of each kind, the embedding, the head.
+
+    ``order``: the layers as the rank uses them, as runs of one kind; by default those of a kind together. ``counts``: units
+    of each of its stages, where it has several.
+    """
 
     layers: tuple[tuple[LayerKind, int], ...]
     embedding: bool
     head: bool
+    order: tuple[tuple[LayerKind, int], ...] = ()
+    counts: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Units of each stage."""
+        return self.counts or (self.num_units,)
 
     @property
     def num_layers(self) -> int:
@@ -51,11 +63,19 @@ def rank_units(layout: Layout, rank: int, counts: tuple[int, ...], kinds: tuple[
     """The units of pipeline rank ``rank``; ``kinds`` are those of all layers, ``counts`` the layers per stage."""
     stages = stages_of_rank(layout, rank)
     held: dict[LayerKind, int] = {}
+    order: list[tuple[LayerKind, int]] = []
     for stage in stages:
         start = sum(counts[:stage])
-        for kind in kinds[start : start + counts[stage]]:
-            held[kind] = held.get(kind, 0) + 1
-    return RankUnits(tuple(held.items()), 0 in stages, len(counts) - 1 in stages)
+        for kind, run in groupby(kinds[start : start + counts[stage]]):
+            count = len(list(run))
+            held[kind] = held.get(kind, 0) + count
+            if order and order[-1][0] == kind:
+                count += order.pop()[1]
+            order.append((kind, count))
+    runs = tuple(order) if len(order) > len(held) else ()
+    last = len(counts) - 1
+    each = tuple(counts[stage] + (stage == 0) + (stage == last) for stage in stages) if len(stages) > 1 else ()
+    return RankUnits(tuple(held.items()), 0 in stages, last in stages, runs, each)
 
 
 @dataclass(frozen=True)
@@ -82,8 +102,12 @@ class ParameterTable:
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
         dense = {"num_layers": 1, "sliding_layers": None, "moe": None, "attention_sinks": False, "swiglu_limit": None}
-        twin = model if model.mla is None else _without_latent(model)
-        self._twin = twin.model_copy(update=dense)
+        self._twin = model.model_copy(update=dense)
+        everywhere = {"first_dense_layers": 0, "layer_step": 1, "dense_layers": ()}
+        self._expert_twin = self._twin
+        if model.moe is not None:
+            experts = {"moe": model.moe.model_copy(update=everywhere), "mlp_bias": False}
+            self._expert_twin = self._twin.model_copy(update=experts)
         self._count = lru_cache(maxsize=None)(self._count_units)
         self._unit_parts = lru_cache(maxsize=None)(self._parts_of_unit)
 
@@ -104,10 +128,9 @@ class ParameterTable:
     def layer(self, kind: LayerKind, tp: int, ep: int) -> Parameters:
         """One block."""
         model, count = self.model, self._count(tp)
-        attention = count["attention"] if model.mla is None else _latent(model, tp)
+        dense = count["norms"] + count["attention"]
         if model.attention_sinks:
-            attention += -(-model.num_heads // tp)
-        dense = count["norms"] + attention
+            dense += -(-model.num_heads // tp)
         if not kind.moe:
             return Parameters(dense + count["mlp"])
         moe = model.moe
@@ -122,30 +145,31 @@ class ParameterTable:
         one += inward * moe.expert_dim + model.dim if model.mlp_bias else 0
         return Parameters(dense, one * (moe.num_experts // ep))
 
-    def parts(self, units: RankUnits, layout: Layout) -> list[list[Part]]:
-        """Parameters of each of a rank's units, in order of use (layers of one kind together), by who reduces them."""
-        layers = {kind: self._layer_parts(kind, layout) for kind, _ in units.layers}
-        found = [self._dense_parts("embedding", layout, units)] if units.embedding else []
-        for kind, count in units.layers:
-            found += [layers[kind]] * count
-        return [*found, self._dense_parts("head", layout, units)] if units.head else found
+    def parts(self, units: RankUnits, layout: Layout) -> list[tuple[Part, ...]]:
+        """Parameters of each of a rank's units, in order of use, by who reduces them; a tied table is the embedding's where
+        the rank holds both ends."""
+        both = units.embedding and units.head
+        degrees = (layout.tp, layout.cp, layout.dp, layout.ep, layout.dp_replicate, layout.sequence_parallel)
+        found = [self._unit_parts("embedding", both, *degrees)] if units.embedding else []
+        for kind, count in units.order or units.layers:
+            found += [self._unit_parts("experts" if kind.moe else "dense", False, *degrees)] * count
+        return [*found, self._unit_parts("head", both, *degrees)] if units.head else found
 
-    def _layer_parts(self, kind: LayerKind, layout: Layout) -> list[Part]:
-        if not kind.moe and self.model.mla is None and not self.model.attention_sinks:
-            return self._dense_parts("blocks.0", layout, RankUnits((), False, False))
-        held = self.layer(kind, layout.tp, layout.ep)
-        return [Part("dense", held.dense), *([Part("experts", held.experts)] if held.experts else [])]
-
-    def _dense_parts(self, unit: str, layout: Layout, held: RankUnits) -> list[Part]:
-        """Parameters of a unit of the dense twin; a tied table is the embedding's where the rank holds both ends."""
-        both = held.embedding and held.head and unit != "blocks.0"
-        return list(self._unit_parts(unit, both, layout.tp, layout.sp))
-
-    def _parts_of_unit(self, unit: str, both_ends: bool, tp: int, sp: str) -> tuple[Part, ...]:
-        names = ["embedding", "head"] if both_ends else [unit]
-        members = bucket_members(self._twin, Layout(tp=tp, dp=2, sp=sp), {"tp": 0}, names)
+    def _parts_of_unit(
+        self, what: str, both_ends: bool, tp: int, cp: int, dp: int, ep: int, replicas: int, sp: bool
+    ) -> tuple[Part, ...]:
+        """Of the embedding, the head, or a layer (``dense``, ``experts``); attention sinks and biases of experts are left out."""
+        layout = Layout(tp=tp, cp=cp, dp=dp, ep=ep, dp_replicate=replicas, sp="on" if sp else "off", zero=3)
+        unit = what if what in ("embedding", "head") else "blocks.0"
+        held = ["embedding", "head"] if both_ends else [unit]
+        members = bucket_members(self._expert_twin if what == "experts" else self._twin, layout, {"tp": 0}, held)
         return tuple(
-            Part(member.group, member.numel, len(member.units) == 2) for member in members if member.units[0] == unit
+            Part(
+                member.group, member.numel, len(member.units) == 2, layout.num_shards(member.shard_over),
+                at_once=unit == "embedding" or not member.decay,
+            )  # fmt: skip
+            for member in members
+            if member.units[0] == unit
         )
 
     def embedding(self, tp: int) -> Parameters:
@@ -167,22 +191,3 @@ class ParameterTable:
         if units.head:
             total = total.plus(self.head(tp, with_embedding=units.embedding))
         return total
-
-
-def _without_latent(model: ModelConfig) -> ModelConfig:
-    """The same model with plain attention, whose norms, MLP and tables are the same."""
-    return model.model_copy(update={"mla": None})
-
-
-def _latent(model: ModelConfig, tp: int) -> int:
-    """Latent attention on one of tp ranks: heads are split, the down-projections and their norms are replicated."""
-    mla = model.mla
-    assert mla is not None
-    heads = -(-model.num_heads // tp)
-    if mla.q_lora_rank is None:
-        size = model.dim * heads * model.head_dim
-    else:
-        size = mla.q_lora_rank * (model.dim + 1) + mla.q_lora_rank * heads * model.head_dim
-    size += model.dim * (mla.kv_lora_rank + mla.rope_head_dim) + mla.kv_lora_rank
-    size += mla.kv_lora_rank * heads * (mla.nope_head_dim + mla.v_head_dim)
-    return size + heads * mla.v_head_dim * model.dim

@@ -8,11 +8,11 @@ until no micro-batch is between its forward and its backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.core.layout import Layout
-from shardwright.schedule.action import Kind, Schedule
+from shardwright.schedule.action import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,13 @@ class Use:
 
 def unit_uses(schedule: Schedule, rank: int, stages: Sequence[Sequence[str]]) -> list[Use]:
     """The uses of units in one step on pipeline rank ``rank``, in order; nothing is gathered yet."""
+    return uses_of_row(schedule.rows[rank], dict(enumerate(stages)))
+
+
+def uses_of_row(row: Iterable[Action], stages: Mapping[int, Sequence[str]]) -> list[Use]:
+    """The uses of units in ``row``; ``stages`` are the units of each of its stages, in order."""
     uses: list[Use] = []
-    for action in schedule.rows[rank]:
+    for action in row:
         if action.kind is Kind.F:
             uses += [Use("F", unit) for unit in stages[action.stage]]
         elif action.kind in (Kind.B, Kind.BW):
@@ -40,8 +45,11 @@ def plan_gathers(uses: Sequence[Use], groups: Sequence[Collection[str]], layout:
     """``uses`` with what to gather and to free; ``groups`` are the units that use each group of parameters."""
     gather: list[list[int]] = [[] for _ in uses]
     free: list[list[int]] = [[] for _ in uses]
+    at: dict[str, list[int]] = {}
+    for index, use in enumerate(uses):
+        at.setdefault(use.unit, []).append(index)
     for group, units in enumerate(groups):
-        places = [index for index, use in enumerate(uses) if use.unit in units]
+        places = sorted(index for unit in set(units) for index in at.get(unit, ()))
         held, in_flight = False, 0
         for place in places:
             if not held:
