@@ -93,7 +93,8 @@ class Meter:
 
     def add(self, amount: float) -> None:
         self.now += amount
-        self.peak = max(self.peak, self.now)
+        if self.now > self.peak:
+            self.peak = self.now
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ class Walk:
             for place in group.places:
                 self._of_place[place].append(index)
         self._early = [[i for i in found if place in held[i].at_once] for place, found in enumerate(self._of_place)]
+        self._param_bytes = [param * group.padded for group in held]
+        self._grad_bytes = [grad * group.padded for group in held]
 
     def peaks(self, row: Sequence[Action]) -> Peaks:
         """Walk ``row`` from its first F to its last W."""
@@ -164,7 +167,7 @@ class Walk:
         if index not in self._there:
             self._there.add(index)
             self._on_their_way.add(index)
-            self._gathered.add(self.param * self.held[index].padded)
+            self._gathered.add(self._param_bytes[index])
             self._arrive(index, 1)
 
     def _arrive(self, index: int, sign: int) -> None:
@@ -190,7 +193,7 @@ class Walk:
     def _release(self) -> None:
         for index in self._uses[self._place].free:
             self._there.remove(index)
-            self._gathered.add(-self.param * self.held[index].padded)
+            self._gathered.add(-self._param_bytes[index])
         self._place += 1
 
     # -- gradients -------------------------------------------------------------------------------------
@@ -199,17 +202,16 @@ class Walk:
         for index in groups:
             if not self._whole[index]:
                 self._whole[index] = True
-                self._buffers.add(self.grad * self.held[index].padded)
+                self._buffers.add(self._grad_bytes[index])
 
     def _unit_written(self, place: int) -> None:
         self._done[place] += 1
         if self._done[place] <= self._skip:
             return
         for index in self._of_place[place]:
-            written = self._written[index]
-            written[place] += 1
+            self._written[index][place] += 1
         for index in self._of_place[place]:
-            while self._launched[index] < min(self._times, *self._written[index].values()):
+            while self._launched[index] < min(self._times, min(self._written[index].values())):
                 self._launch(index)
 
     def _launch(self, index: int) -> None:
@@ -221,6 +223,6 @@ class Walk:
         hosted = self.layout.offload != "none" and self.layout.hosted(held.shard) > 0
         apart = self.grad * held.shard if self._launched[index] or hosted else 0.0
         self._buffers.add(apart)
-        self._in_flight.append(self.grad * held.padded + apart)
+        self._in_flight.append(self._grad_bytes[index] + apart)
         self._whole[index] = False
         self._launched[index] += 1

@@ -42,7 +42,7 @@ from shardwright.schedule.make import make_schedule
 PARAMETER_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4}
 """Bytes of a working parameter; 2 in the other precisions."""
 GRADIENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-WALKED_ROUNDS = 4
+WALKED_ROUNDS = 3
 """Of pp micro-batches each, after which buffers have been as full as they will be."""
 LOGIT_BYTES = 4
 """Of a logit in cross entropy, beside its working copy and its gradient."""
@@ -229,12 +229,14 @@ class MemoryModel:
         self.model, self.table, self.stack = model, table, stack
         self._peaks: dict[Hashable, Peaks] = {}
 
-    def stage(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> StageMemory:
-        """Peak bytes of one GPU of pipeline rank ``rank``."""
+    def stage(self, layout: Layout, rank: int, units: RankUnits, shape: Shape, *, walk: bool = True) -> StageMemory:
+        """Peak bytes of one GPU of pipeline rank ``rank``; without ``walk`` those of ZeRO's buffers are left out."""
         held = self.table.of_rank(units, layout.tp, layout.ep)
         state = state_bytes(layout, held, self.stack)
         activations = self._activations(layout, rank, units, shape)
-        buffers = self._buffers(layout, rank, units, shape)
+        buffers = self._buffers(layout, shape)
+        if walk and layout.zero >= 2 and units.num_units:
+            buffers |= self._sharding_buffers(layout, rank, units)
         return StageMemory(
             stage=rank,
             parameters=ceil(state["parameters"]),
@@ -270,12 +272,11 @@ class MemoryModel:
             found["logits"] = logits
         return found
 
-    def _buffers(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> dict[str, float]:
-        """Gathered units, buckets on their way, gathered tokens, key and value blocks, stage boundaries."""
+    def _buffers(self, layout: Layout, shape: Shape) -> dict[str, float]:
+        """Gathered tokens, key and value blocks, stage boundaries."""
         model = self.model
         size = ACTIVATION_BYTES.get(layout.precision, 2)
-        found = self._sharding_buffers(layout, rank, units) if layout.zero >= 2 and units.num_units else {}
-        tokens = shape.tokens
+        tokens, found = shape.tokens, dict[str, float]()
         if shape.split > 1:
             found["gathered tokens"] = 2 * size * tokens * model.dim
         if layout.cp > 1 and model.mla is None:

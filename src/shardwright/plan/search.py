@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from heapq import heapify, heappop, heappush
 from itertools import product
 from typing import Any
 
@@ -40,6 +41,20 @@ class Rejections:
 
     reasons: Counter[str] = field(default_factory=Counter)
     too_large: list[tuple[float, Layout]] = field(default_factory=list)
+    """With a lower bound of the bytes that each needs."""
+
+    def nearest(self, pricer: Pricer, count: int) -> list[tuple[float, Layout]]:
+        """Those that need least, with what they need; as few as possible are worked out."""
+        queue = [(least, str(layout), False, layout) for least, layout in self.too_large]
+        heapify(queue)
+        found: list[tuple[float, Layout]] = []
+        while queue and len(found) < count:
+            need, text, exact, layout = heappop(queue)
+            if exact:
+                found.append((need, layout))
+            else:
+                heappush(queue, (pricer.peak_bytes(layout), text, True, layout))
+        return found
 
 
 def default_global_batch(cluster: Cluster, seq: int) -> int:
@@ -74,7 +89,7 @@ def search(
     if not priced:
         if not rejections.too_large:
             raise ConfigError(_nothing_legal(pricer, batch, rejections))
-        smallest = min(rejections.too_large, key=lambda item: (item[0], str(item[1])))[1]
+        ((_, smallest),) = rejections.nearest(pricer, 1)
         return replace(pricer.price(smallest), rejected=_rejected(pricer, rejections))
     priced.sort(key=lambda item: item[:2])
     plans = _refined(pricer, [layout for _, _, layout, _ in priced[: max(REFINED, top)]])
@@ -169,7 +184,9 @@ def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[t
     for policy in policies:
         for index, sharding in enumerate(_shardings(base)):
             layout = base.with_(recompute=policy, **sharding)
-            need = pricer.peak_bytes(layout)
+            need = pricer.peak_bytes(layout, walk=False)
+            if need <= pricer.cluster.chip.memory_bytes:
+                need = pricer.peak_bytes(layout)
             if need > pricer.cluster.chip.memory_bytes:
                 rejections.too_large.append((need, layout))
                 continue
@@ -206,7 +223,6 @@ def _orders(layout: Layout) -> list[Layout]:
 def _rejected(pricer: Pricer, rejections: Rejections) -> tuple[Candidate, ...]:
     """The fastest of the layouts that miss the memory by least, then one line for every other reason."""
     capacity = pricer.cluster.chip.memory_bytes
-    nearest = sorted(rejections.too_large, key=lambda item: (item[0], str(item[1])))[:NEAREST]
     found = [
         Candidate(
             layout,
@@ -214,7 +230,7 @@ def _rejected(pricer: Pricer, rejections: Rejections) -> tuple[Candidate, ...]:
             need,
             f"needs {need / GIB:.1f} GiB of {capacity / GIB:.1f}: {(need - capacity) / GIB:.1f} GiB too much",
         )
-        for need, layout in nearest
+        for need, layout in rejections.nearest(pricer, NEAREST)
     ]
     found.sort(key=lambda candidate: (candidate.seconds or 0.0, str(candidate.layout)))
     shown = [

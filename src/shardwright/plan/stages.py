@@ -167,7 +167,7 @@ class ParameterTable:
             Part(
                 member.group, member.numel, len(member.units) == 2, layout.num_shards(member.shard_over),
                 at_once=unit == "embedding" or not member.decay,
-            )  # fmt: skip
+            )
             for member in members
             if member.units[0] == unit
         )

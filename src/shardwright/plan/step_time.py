@@ -143,13 +143,16 @@ class Pricer:
         ]
         return tuple(sorted(found, key=lambda stage: -stage.total))
 
-    def peak_bytes(self, layout: Layout) -> float:
-        """What the fullest device shows as used. Of ranks with the same units the first holds most micro-batches."""
+    def peak_bytes(self, layout: Layout, *, walk: bool = True) -> float:
+        """What the fullest device shows as used. Of ranks with the same units the first holds most micro-batches.
+
+        Without ``walk`` a lower bound, sooner: what ZeRO gathers and reduces is left out.
+        """
         shape = Shape.of(layout, self.seq)
         first: dict[RankUnits, int] = {}
         for rank, units in enumerate(self.units_of_ranks(layout)):
             first.setdefault(units, rank)
-        peak = max(self.memory.stage(layout, rank, units, shape).total for units, rank in first.items())
+        peak = max(self.memory.stage(layout, rank, units, shape, walk=walk).total for units, rank in first.items())
         return self.margin.device_bytes(peak)
 
     # -- units -------------------------------------------------------------------------------------
