@@ -80,7 +80,7 @@ def gradients(modules: dict[int, nn.Module]) -> Values:
 
 @dataclass
 class Outcome:
-    """Of two steps and an evaluation: gradients of each step, losses, outputs."""
+    """After each of two steps and an evaluation: gradients, loss, output."""
 
     gradients: list[Values]
     losses: list[Tensor]
@@ -89,11 +89,11 @@ class Outcome:
     """Whether no weight of a linear layer had a gradient before the first W, and its bias had one."""
 
 
-def alone(num_stages: int, reduction: str = "mean", steps: Sequence[int] = (0, 1)) -> Outcome:
+def alone(num_stages: int, reduction: str = "mean") -> Outcome:
     """One process, whole batches; the last step is evaluated once more."""
     modules = blocks(num_stages)
     found = Outcome([], [], [])
-    for step in steps:
+    for step in (0, 1):
         values, target = batch(step)
         for module in modules:
             module.zero_grad()
@@ -103,8 +103,8 @@ def alone(num_stages: int, reduction: str = "mean", steps: Sequence[int] = (0, 1
         found.gradients.append(gradients(dict(enumerate(modules))))
         found.losses.append(loss.detach())
         found.outputs.append(values.detach())
-    found.losses.append(found.losses[-1])
-    found.outputs.append(found.outputs[-1])
+    for kept in (found.gradients, found.losses, found.outputs):
+        kept.append(kept[-1])  # what an evaluation leaves and finds
     return found
 
 
@@ -179,9 +179,7 @@ def run_case(mesh: Mesh, case: Case) -> Outcome:
             found.outputs.append(output)
             found.losses.append(torch.stack(losses).sum() / (1 if case.reduction == "sum" else len(losses)))
             assert len(losses) == case.microbatches
-        if step is not None:
-            found.gradients.append(gradients(modules))
-    assert furthest(gradients(modules), found.gradients[-1]) == 0  # an evaluation leaves them
+        found.gradients.append(gradients(modules))
     found.late = bool(seen) and all(seen)
     return found
 
