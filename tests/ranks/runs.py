@@ -27,6 +27,7 @@ from shardwright.verify.parity import (
     train_sampler,
     whole_batches,
 )
+from shardwright.verify.routing import rounds_choices
 
 STEPS = 3
 Run = tuple[RunConfig, str | None]
@@ -84,8 +85,10 @@ class Judge:
         if config.model.moe is not None:  # whose tokens are balanced together and what experts may take
             alone = alone.with_(dp=layout.dp, microbatches=layout.microbatches, moe=layout.moe)
         reference = str(config.model_copy(update={"layout": alone}))
-        if reference not in self._references:
-            batches = whole_batches(train_sampler(config, self._data, 0))
+        batches = whole_batches(train_sampler(config, self._data, 0))
+        if rounds_choices(config):
+            self._references[reference] = reference_run(config, batches, STEPS, found)
+        elif reference not in self._references:
             self._references[reference] = reference_run(config, batches, STEPS)
         if str(config) not in self._dry:
             self._dry[str(config)] = self._dry_steps(config)

@@ -62,8 +62,7 @@ class Router(nn.Module):
         logits = wide_linear(self._jittered(x, context), self.weight, self.bias, context.router.dtype)
         scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
         choice = scores.detach() if self.correction is None else scores.detach() + self.correction
-        choice = within_best_groups(choice, moe)
-        chosen = choice.topk(moe.top_k, dim=-1).indices
+        chosen, choice = self.choose(choice, context)
         expert_ids = self._with_room(chosen, choice, context)
         kept = expert_ids != moe.num_experts
         weights = weigh(scores, torch.where(kept, expert_ids, chosen), moe)
@@ -73,6 +72,12 @@ class Router(nn.Module):
         if context.routed is not None:
             context.routed.append(self._routed(chosen, expert_ids, scores, logits, context))
         return Routing(expert_ids, weights, moe.num_experts, may_drop)
+
+    def choose(self, choice: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Scores (N, E) to choose by -> the experts (N, k) of each token, and the scores with -inf for what it may not choose.
+        Verification follows the choices of another run here."""
+        choice = within_best_groups(choice, self.moe)
+        return choice.topk(self.moe.top_k, dim=-1).indices, choice
 
     def _with_room(self, chosen: Tensor, choice: Tensor, context: Context) -> Tensor:
         """The choices (N, k) that have room, `num_experts` for others; padding has none."""
@@ -128,13 +133,22 @@ def within_best_groups(choice: Tensor, moe: MoEConfig) -> Tensor:
     """
     if moe.groups == 1 or moe.top_groups == moe.groups:
         return choice
+    return within_groups(choice, group_values(choice, moe).topk(moe.top_groups, dim=-1).indices, moe)
+
+
+def group_values(choice: Tensor, moe: MoEConfig) -> Tensor:
+    """How good each group is (N, G)."""
     grouped = choice.view(choice.shape[0], moe.groups, -1)
     if moe.bias_correction:
-        value = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)
-    else:
-        value = grouped.amax(-1)
-    best = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(moe.top_groups, dim=-1).indices, True)
-    return grouped.masked_fill(~best.unsqueeze(-1), -torch.inf).view_as(choice)
+        return grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)
+    return grouped.amax(-1)
+
+
+def within_groups(choice: Tensor, groups: Tensor, moe: MoEConfig) -> Tensor:
+    """choice (N, E) with -inf outside each token's ``groups`` (N, top_groups)."""
+    grouped = choice.view(choice.shape[0], moe.groups, -1)
+    kept = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, groups, True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).view_as(choice)
 
 
 def weigh(scores: Tensor, expert_ids: Tensor, moe: MoEConfig) -> Tensor:

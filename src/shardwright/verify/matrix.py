@@ -27,17 +27,17 @@ from shardwright.launch import RankEnv, init_process_group, run_local_ranks
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.verify.layouts import SEQUENCE, Plan, plan_layouts, small_model
 from shardwright.verify.parity import (
-    Trace,
     Verification,
     comparable,
     compare,
     dry_step,
     first_of_each_stage,
-    reference_run,
     trace_steps,
     train_sampler,
     whole_batches,
 )
+from shardwright.verify.reference import Trace, reference_run
+from shardwright.verify.routing import rounds_choices
 
 LAYOUTS_AT_ONCE = 16
 """Layouts of one launch: each has groups of its own, which gloo keeps until the ranks end."""
@@ -257,12 +257,15 @@ class Runner:
         return answered
 
     def _compare(self, config: RunConfig, seen: Sequence[_Seen]) -> Verification:
-        key = reference_key(config)
-        if key not in self._references:
-            batches = whole_batches(train_sampler(config, self._data, 0))
-            self._references[key] = reference_run(config, batches, self._steps)
-        dry = [one.dry for one in seen if one.dry is not None]
-        return compare(config, [one.trace for one in seen], self._references[key], dry)
+        key, traces = reference_key(config), [one.trace for one in seen]
+        batches = whole_batches(train_sampler(config, self._data, 0))
+        if rounds_choices(config):  # it follows these ranks' choices
+            reference = reference_run(config, batches, self._steps, traces)
+        else:
+            if key not in self._references:
+                self._references[key] = reference_run(config, batches, self._steps)
+            reference = self._references[key]
+        return compare(config, traces, reference, [one.dry for one in seen if one.dry is not None])
 
 
 # -- the matrix --------------------------------------------------------------------------------------------

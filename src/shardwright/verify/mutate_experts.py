@@ -10,8 +10,10 @@ from torch import Tensor
 from shardwright.comm.base import Comm, Work
 from shardwright.comm.record import RecordComm
 from shardwright.core.ledger import BucketTiming
+from shardwright.model.context import Context
 from shardwright.train.step import Trainer
 from shardwright.verify.mutate import ForwardingComm, Mutation, left_out_over
+from shardwright.verify.routing import routers_of
 
 
 class _LoseRows(ForwardingComm):
@@ -57,6 +59,16 @@ def _own_tokens_in_routers(trainer: Trainer) -> None:
     balancer.begin = lambda num_tokens: begin(num_tokens // trainer.layout.dp)  # type: ignore[method-assign]
 
 
+def _worst_experts(trainer: Trainer) -> None:
+    """Every router takes the experts that score least."""
+    for router in routers_of(trainer.model).values():
+
+        def worst(choice: Tensor, context: Context, choose: Any = router.choose) -> tuple[Tensor, Tensor]:
+            return choose(-choice, context)[0], choice
+
+        router.choose = worst  # type: ignore[method-assign]
+
+
 def _count_again(trainer: Trainer) -> None:
     """Choices are counted in every forward, the recomputed ones too."""
     balancer = trainer.balancer
@@ -95,6 +107,7 @@ EXPERT_MUTATIONS = {
         left_out_over("world", "own-report", "routers", "each rank moves its biases by its own tokens"),
         Mutation("experts-by-ep", "expert gradients ep times too large", trainer=_experts_by_ep),
         Mutation("own-tokens-in-routers", "the auxiliary loss weighs more with more replicas", trainer=_own_tokens_in_routers),
+        Mutation("worst-experts", "tokens go to the experts that score least", trainer=_worst_experts),
         Mutation("count-again", "recomputed choices counted twice", trainer=_count_again),
     )
 }

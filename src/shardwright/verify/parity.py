@@ -8,7 +8,7 @@ contract: gradients 1e-5 in fp32, loss 1e-6, parameters after the steps 1e-5 wit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,16 +20,14 @@ from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import parameter_specs
 from shardwright.launch import RankEnv, init_process_group, launch, torchrun_env
-from shardwright.model.context import Context
-from shardwright.model.transformer import Transformer, freeze
 from shardwright.plan.collectives import predict_step
 from shardwright.plan.dispatch import Dispatches
 from shardwright.train.data import MicroBatch, TrainSampler, collate, open_blend
-from shardwright.train.optim import learning_rate
 from shardwright.train.prepare import PreparedData, prepare_data
-from shardwright.train.step import Trainer, document_attention
+from shardwright.train.step import Trainer
 from shardwright.verify.mutate import UNBROKEN, find_mutation
-from shardwright.verify.routing import ReferenceRouters, Replayed, reference_routing
+from shardwright.verify.reference import Trace, reference_run
+from shardwright.verify.routing import NotedChoices, Replayed, check_comparable, rounds_choices
 
 TOLERANCES = {
     "fp32": {"loss": 1e-6, "gradients": 1e-5, "parameters": 1e-5},
@@ -37,24 +35,6 @@ TOLERANCES = {
     "bf16": {"loss": 2e-2, "gradients": 1e-1, "parameters": 1e-2},
 }
 """By precision; "bf16" also where gradients are reduced in half precision."""
-
-
-@dataclass
-class Trace:
-    """What a run of a few steps shows: per step loss, gradients (reduced, unclipped) and norm; parameters at the end.
-
-    ``losses`` and, of models with experts, ``router_losses`` apart; ``choices``: by layer, how often each expert was chosen.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    router_losses: list[float] = field(default_factory=list)
-    choices: list[list[list[int]]] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Kind (``momentum``, ``exp_avg``, ``exp_avg_sq``) -> parameter -> the optimizer's state at the end."""
-    ledgers: list[Ledger] = field(default_factory=list)
 
 
 @dataclass
@@ -93,110 +73,6 @@ def max_rel_diff(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tuple
     return worst, where
 
 
-# -- one process -------------------------------------------------------------------------------------------
-
-
-def reference_run(config: RunConfig, batches: Callable[[int], MicroBatch], steps: int) -> Trace:
-    """Train ``steps`` steps in one process with plain autograd; ``batches(step)`` is the whole global batch as one.
-
-    An fp32 layout is compared with fp64, from the same initial values: what differs is then the layout's own rounding.
-    For bf16 the reference is bf16 too, and its optimizer works on fp32 copies of the parameters, as it must.
-    """
-    dtype = torch.bfloat16 if config.layout.precision == "bf16" else torch.float64
-    model = Transformer(config.model, Mesh.solo(), dtype).initialise(config.train.seed)
-    freeze(model, config.train.freeze)
-    trained = {name: p for name, p in model.spec_parameters().items() if p.requires_grad}
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    masters = {name: p.detach().to(wide, copy=True) for name, p in trained.items()}
-    optimizer = _reference_optimizer(config, list(masters.values()))
-    trace = Trace()
-    outstanding: tuple[float, dict[str, Tensor]] | None = None
-    for step in range(steps):
-        batch = batches(step)
-        model.zero_grad(set_to_none=True)
-        context = _reference_context(config, model, batch, step)
-        loss = model.run(context) / max(batch.num_valid, 1)
-        routers = ReferenceRouters(config, context, len(batch.tokens))
-        (loss + routers.loss).backward()
-        gradients = {
-            name: torch.zeros_like(masters[name]) if p.grad is None else p.grad.to(wide, copy=True)
-            for name, p in trained.items()
-        }
-        norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
-        factor = config.optim.clip / (norm + 1e-6) if config.optim.clip and norm > config.optim.clip else 1.0
-        update = (learning_rate(config.optim, step, config.train.steps), {k: g * factor for k, g in gradients.items()})
-        delayed = config.layout.delayed_update and step >= config.optim.delay_after
-        now, outstanding = (outstanding, update) if delayed else (update, None)
-        if now is not None:
-            _reference_update(config, model, optimizer, masters, *now)
-        with torch.no_grad():
-            for name, parameter in trained.items():
-                parameter.copy_(masters[name])
-            routers.move_biases(model)
-        trace.losses.append(loss.item())
-        trace.router_losses.append(routers.loss.item())
-        trace.choices.append([counts.tolist() for counts in routers.choices.values()])
-        trace.norms.append(norm)
-        trace.gradients.append(gradients)
-    trace.parameters = {name: p.detach().clone() for name, p in model.spec_parameters().items()} | masters
-    trace.moments = _reference_moments(config, optimizer, masters)
-    return trace
-
-
-def _reference_update(
-    config: RunConfig,
-    model: Transformer,
-    optimizer: torch.optim.Optimizer,
-    masters: Mapping[str, Tensor],
-    lr: float,
-    gradients: Mapping[str, Tensor],
-) -> None:
-    with torch.no_grad():
-        for name, master in masters.items():
-            master.grad = gradients[name]
-            if model.specs[name].decay:  # decoupled, by the spec table's rule, before the plain update
-                master.mul_(1 - lr * config.optim.weight_decay)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-
-
-def _reference_moments(
-    config: RunConfig, optimizer: torch.optim.Optimizer, masters: Mapping[str, Tensor]
-) -> dict[str, dict[str, Tensor]]:
-    """PyTorch's optimizer state by our names; zero where nothing was updated."""
-    kinds = {"momentum": "momentum_buffer"}
-    if config.optim.name == "adamw":
-        kinds = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-    return {
-        ours: {
-            name: torch.zeros_like(master) if (value := optimizer.state[master].get(theirs)) is None else value
-            for name, master in masters.items()
-        }
-        for ours, theirs in kinds.items()
-    }
-
-
-def _reference_context(config: RunConfig, model: Transformer, batch: MicroBatch, step: int) -> Context:
-    return model.context(
-        batch.tokens,
-        batch.positions,
-        document_attention(config, batch, step),
-        targets=batch.targets,
-        token_index=batch.token_index,
-        seed=config.train.seed,
-        step=step,
-        **reference_routing(config, batch),
-    )
-
-
-def _reference_optimizer(config: RunConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    optim = config.optim
-    if optim.name == "adamw":
-        return torch.optim.Adam(parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=False)
-    return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, foreach=False)
-
-
 # -- a layout ----------------------------------------------------------------------------------------------
 
 
@@ -218,6 +94,7 @@ def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, m
     broken = find_mutation(mutation) if mutation is not None else UNBROKEN
     trainer = Trainer(config, mesh.wrap(broken.comm))
     broken.trainer(trainer)
+    noted = NotedChoices(trainer) if rounds_choices(config) else None
     sampler = train_sampler(config, data, mesh.coordinates["dp"])
     mesh.recorder.take()
     trace = Trace()
@@ -235,6 +112,8 @@ def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, m
             trace.choices.append(result.balance.counts)
         trace.norms.append(result.grad_norm)
         trace.ledgers.append(result.ledger)
+        if noted is not None:
+            trace.noted.append(noted.take())
     with mesh.recorder.aside():
         trace.parameters = {name: view.clone() for name, view in trainer.named_parameters("master").items()}
         state = trainer.optimizer.named_state()
@@ -355,7 +234,7 @@ def verify(
         timeout_s=config.train.timeout_s,
     )
     traces = found[0] if started else [trace for (trace,) in found]
-    reference = reference_run(config, whole_batches(train_sampler(config, data, 0)), steps)
+    reference = reference_run(config, whole_batches(train_sampler(config, data, 0)), steps, traces)
     return compare(config, traces, reference, dry_steps(config, traces))
 
 
@@ -399,6 +278,9 @@ def compare(config: RunConfig, traces: list[Trace], reference: Trace, dryruns: l
     tolerance = TOLERANCES[config.layout.precision if exact else "bf16"]
     first = traces[0]
     losses, got = _loss_terms(reference, config), _loss_terms(first, config)
+    for step, scores in enumerate(reference.scores):
+        got |= {f"step {step} {name}": followed for name, (followed, _) in scores.items()}
+        losses |= {f"step {step} {name}": best for name, (_, best) in scores.items()}
     norms = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(reference.norms)}
     got_norms = {f"step {i}": torch.tensor(value, dtype=torch.float64) for i, value in enumerate(first.norms)}
     steps = range(len(first.losses))
@@ -487,7 +369,9 @@ def _swap(found: tuple[float, str], tolerance: float) -> tuple[float, float, str
 
 
 def comparable(config: RunConfig) -> RunConfig:
-    """SGD where Adam would magnify rounding: in fp64 the run's own optimizer is kept."""
+    """SGD where Adam would magnify rounding: in fp64 the run's own optimizer is kept. Raises `ConfigError` for what cannot be
+    compared."""
+    check_comparable(config)
     if config.layout.precision == "fp64" or config.optim.name == "sgd":
         return config
     optim = config.optim.model_copy(update={"name": "sgd", "lr": 0.1})
