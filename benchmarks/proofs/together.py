@@ -128,10 +128,21 @@ def beside_peers() -> Outcome:
     return Outcome(value, blocked <= 0.05)
 
 
+def elastic() -> Outcome:
+    import elastic
+
+    found = elastic.measure()
+    keep("checkpoint-elastic.json", found)
+    wrong, loss = found["problems"], found["largest_loss_difference"]
+    value = f"steps {found['steps']} on {found['ranks']} ranks, losses differ by at most {loss:.0e}"
+    return Outcome(value + (f"; wrong: {wrong[:3]}" if wrong else ""), not wrong and loss <= 1e-5)
+
+
 CHECKS = [
     Check("3", "save at one layout, load at another", "bit-equal, next 5 losses to 1e-5, >= 20 pairs", resharded),
     Check("4", "kills at random moments", "200, at most one interval lost, no sample twice or skipped", killed),
     Check("5", "a save in the background blocks", "<= 5 % of a step; ratios beside torch.save and DCP", beside_peers),
+    Check("8", "torchrun --nnodes=1:2: a worker is killed, then an agent", "goes on with fewer ranks, losses to 1e-5", elastic),
     Check("6", "a rank that sleeps, calls another collective, dies", "diagnosed in the report, in time", lambda: tests(
         "tests/ranks/test_flight.py", "tests/unit/test_flight.py", "tests/ranks/test_launch.py",
     )),

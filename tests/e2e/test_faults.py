@@ -65,6 +65,10 @@ def continues_as_if_nothing_had_happened(run: Path, uninterrupted: Path, *, resu
     for name in ("step", "loss", "grad_norm", "lr", "tokens"):
         assert [record[name] for record in ours] == [record[name] for record in theirs], name
     assert (ours[-1]["valid_loss"], ours[-1]["step"]) == (theirs[-1]["valid_loss"], STEPS)
+    assert_same_checkpoint(run, uninterrupted)
+
+
+def assert_same_checkpoint(run: Path, uninterrupted: Path) -> None:
     for name in ("model.safetensors", "state/exp_avg.safetensors", "state/exp_avg_sq.safetensors"):
         last = Path("checkpoints", f"step-{STEPS}", name)
         assert (run / last).read_bytes() == (uninterrupted / last).read_bytes(), name
@@ -134,6 +138,22 @@ def test_a_truncated_checkpoint_is_passed_over_for_an_older_one(tmp_path: Path, 
     assert "resumed from step-10: step 10, 40 samples read" in outcome.out
     assert losses(run) == losses(trained.folder)
     assert (run / last).read_bytes() == (trained.folder / last).read_bytes()
+
+
+@pytest.mark.timeout(300)  # torch is imported by five processes
+def test_torchrun_starts_all_ranks_again_after_one_was_killed(
+    changes: dict[str, Any], tmp_path: Path, uninterrupted: Path
+) -> None:
+    """The agent's store still holds the addresses of the ranks before; `benchmarks/elastic.py` loses an agent as well."""
+    run = tmp_path / "run"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    with program([*torchrun, *start(changes), "--resume", "auto"], tmp_path, GOMP_SPINCOUNT="0") as process:
+        wait_for_step(process, run, SAVE_EVERY + 2, 120.0)
+        psutil.Process(process.pid).children()[1].kill()
+        outcome = finish(process, 110.0)
+    assert outcome.code == 0 and f"resumed from step-{SAVE_EVERY}: " in outcome.out, outcome
+    assert losses(run) == losses(uninterrupted)
+    assert_same_checkpoint(run, uninterrupted)
 
 
 def test_fewer_ranks_go_on_with_the_same_samples(tmp_path: Path, trained: TrainedRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -448,6 +449,8 @@ SRUN = {
 def test_torchrun_is_recognised() -> None:
     env = torchrun_env(TORCHRUN, timeout_s=7.0)
     assert env == RankEnv(5, 8, 1, 4, "env://", None, 7.0, node_rank=1, num_nodes=2)
+    again = torchrun_env({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, timeout_s=7.0)
+    assert again is not None and again == dataclasses.replace(env, agent_store=True)
 
 
 def test_srun_is_recognised() -> None:

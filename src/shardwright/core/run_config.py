@@ -122,7 +122,9 @@ class TrainConfig(Section):
     async_save: bool = True
     """Write checkpoints in the background; the last one of a run is waited for."""
     elastic: bool = False
-    """Under torchrun with another number of ranks: change dp, and keep the sequences of a step by accumulation."""
+    """Under torchrun with another number of ranks: change dp, and keep the sequences of a step by accumulation. Where agents
+    may join later (``--nnodes 1:4``), start them with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: with the store that they share
+    otherwise, an agent that comes when the others have begun waits for an address that it is never told."""
     shard_gb: float = Field(default=5.0, gt=0)
     """Largest file of a checkpoint, in 10^9 bytes."""
     compile: bool = False

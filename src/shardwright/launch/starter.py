@@ -32,6 +32,7 @@ class RankEnv:
     timeout_s: float = DEFAULT_TIMEOUT_S  # of the rendezvous and of each collective
     node_rank: int = 0
     num_nodes: int = 1
+    agent_store: bool = False  # the rendezvous' store is that of torchrun's agents, which outlives the ranks
     sender: Callable[[Any], None] | None = field(default=None, repr=False, compare=False)
     noter: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
 
@@ -69,17 +70,20 @@ def init_process_group(env: RankEnv, device: Literal["cpu", "cuda"] = "cpu") -> 
     import torch
     import torch.distributed as dist
 
-    backend, device_id = "gloo", None
+    backend, device_id, timeout = "gloo", None, timedelta(seconds=env.timeout_s)
     if device == "cuda":
         backend, device_id = "cpu:gloo,cuda:nccl", torch.device("cuda", env.local_rank)
         torch.cuda.set_device(device_id)
+    where: dict[str, Any] = {"init_method": env.init_method}
+    if env.agent_store:
+        from torch.distributed.rendezvous import rendezvous
+
+        from shardwright.comm.rendezvous import fresh_store
+
+        store, _, _ = next(rendezvous(env.init_method, env.rank, env.world_size, timeout=timeout))
+        where = {"store": fresh_store(store, env.rank, env.world_size, env.timeout_s)}
     dist.init_process_group(
-        backend,
-        init_method=env.init_method,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=timedelta(seconds=env.timeout_s),
-        device_id=device_id,
+        backend, rank=env.rank, world_size=env.world_size, timeout=timeout, device_id=device_id, **where
     )
     if device == "cpu":  # a rank that is done and leaves at once would break the connections that others still make
         dist.barrier()
@@ -135,6 +139,7 @@ def _from_torchrun(environ: Mapping[str, str], timeout_s: float) -> RankEnv:
         timeout_s=timeout_s,
         node_rank=_integer(environ, "GROUP_RANK", rank // max(1, local_world_size)),
         num_nodes=max(1, world_size // max(1, local_world_size)),
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
