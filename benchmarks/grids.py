@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 
 from shardwright.comm.mesh import Mesh
 from shardwright.core.layout import Layout
 from shardwright.core.run_config import RunConfig
 from shardwright.launch import RankEnv, init_process_group, run_local_ranks
 from shardwright.train.prepare import PreparedData
-from shardwright.verify.parity import (
-    Trace,
-    Verification,
-    compare,
-    dry_steps,
-    reference_run,
-    trace_steps,
-    train_sampler,
-    whole_batches,
-)
+from shardwright.verify.parity import Verification, compare, dry_steps, trace_steps, train_sampler, whole_batches
+from shardwright.verify.reference import Trace, reference_run
 
 IN_ONE_LAUNCH = 24
 
@@ -30,13 +24,27 @@ def trace_many(env: RankEnv, data: PreparedData, configs: Sequence[RunConfig], s
 
 
 def traced(data: PreparedData, configs: Sequence[RunConfig], steps: int = 3) -> Iterator[tuple[RunConfig, list[Trace]]]:
-    """Each configuration with the traces of its ranks, fewest ranks first; those of one number of ranks share launches."""
+    """Each configuration with the traces of its ranks, fewest ranks first; those of one number of ranks share launches.
+
+    The next launch runs while the caller looks at what this one gave.
+    """
+    launches = []
     for world in sorted({config.layout.world_size for config in configs}):
         chosen = [config for config in configs if config.layout.world_size == world]
-        for first in range(0, len(chosen), IN_ONE_LAUNCH):
-            part = chosen[first : first + IN_ONE_LAUNCH]
-            results = run_local_ranks(trace_many, world, (data, part, steps), threads_per_rank=1, time_limit_s=900)
-            for config, traces in zip(part, zip(*results, strict=True), strict=True):
+        launches += [chosen[first : first + IN_ONE_LAUNCH] for first in range(0, len(chosen), IN_ONE_LAUNCH)]
+
+    def run(part: list[RunConfig]) -> list[tuple[Trace, ...]]:
+        world = part[0].layout.world_size
+        results = run_local_ranks(trace_many, world, (data, part, steps), threads_per_rank=1, time_limit_s=900)
+        return list(zip(*results, strict=True))
+
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(run, launches[0])
+        for part, following in zip_longest(launches, launches[1:]):
+            found = ahead.result()
+            if following is not None:
+                ahead = pool.submit(run, following)
+            for config, traces in zip(part, found, strict=True):
                 yield config, list(traces)
 
 
