@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,34 @@ def test_all_stages_have_the_losses_and_norms_of_stage_0(folder: str, data: Prep
 
 
 # ------------------------------------------------------------------------------------------ bytes and memory
+
+
+def live_bytes() -> int:
+    tensors = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def beside_the_state(env: RankEnv, data: PreparedData, configs: list[RunConfig]) -> list[int]:
+    """Bytes of tensors that are alive after a step of each run, less those of its state by the ledger."""
+    found = []
+    for config in configs:
+        gc.collect()
+        before = live_bytes()
+        trainer = Trainer(config, Mesh.distributed(config.layout, env.rank))
+        sampler = train_sampler(config, data, trainer.mesh.coordinates["dp"])
+        ledger = trainer.step(list(sampler.batches(0)), 0).ledger
+        gc.collect()
+        found.append(live_bytes() - before - sum(ledger.memory.values()))
+        del trainer
+    return found
+
+
+def test_nothing_of_a_reduction_outlives_it(folder: str, data: PreparedData) -> None:
+    """What a transport took for a bucket's reduction is free when the step ends, not when the next one begins."""
+    configs = [make_config(folder, LLAMA, f"dp=2,zero={zero},comm=gloo", ["optim.name=adamw"]) for zero in range(4)]
+    buckets = LLAMA["vocab_size"] * LLAMA["dim"] * 4
+    for rank in run_ranks(beside_the_state, 2, data, configs):
+        assert max(rank) < buckets // 4, rank
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

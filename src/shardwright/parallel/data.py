@@ -285,6 +285,7 @@ class GradientBuckets:
         for window in launch.windows:
             self.storage.close(window)
         launch.part, launch.buffer, launch.done = None, None, True
+        launch.work = Work()  # the transport's own would keep what it sent and received
         now = self._now()
         launch.end, launch.waited = min(launch.end or now, now), now - before
 
