@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwright import DataParallel, ExpertParallel, Layout, Mesh, full_state_dict
 from shardwright.launch import RankEnv, init_process_group, run_local_ranks
 
-EXPERTS, TOP_K, BATCH, STEPS, LEARNING_RATE, BALANCE = 4, 2, 256, 150, 0.02, 0.01
+EXPERTS, TOP_K, BATCH, STEPS, LEARNING_RATE, BALANCE = 4, 2, 256, 100, 0.03, 0.01
 
 
 class Router(nn.Module):
@@ -49,9 +49,8 @@ def points(step: int) -> tuple[Tensor, Tensor]:
     """The points of a step (BATCH, 2), of all ranks, and where they go."""
     x = torch.randn(BATCH, 2, generator=torch.Generator().manual_seed(step))
     angle = ((x[:, 0] > 0) + 2 * (x[:, 1] > 0)) * (math.pi / 2)
-    return x, torch.stack(
-        (x[:, 0] * angle.cos() - x[:, 1] * angle.sin(), x[:, 0] * angle.sin() + x[:, 1] * angle.cos()), 1
-    )
+    turned = torch.view_as_complex(x) * torch.polar(torch.ones(BATCH), angle)
+    return x, torch.view_as_real(turned)
 
 
 def train(env: RankEnv) -> None:
@@ -75,7 +74,7 @@ def train(env: RankEnv) -> None:
         model.clip_grad_norm_(1.0)
         optimizer.step()
         total = mesh.dp.all_reduce(loss.detach().clone(), name="loss").item() / mesh.dp.size
-        if mesh.rank == 0 and step % 30 == 29:
+        if mesh.rank == 0 and step % 20 == 19:
             print(f"step {step + 1}: loss {total:.5f}, tokens of each expert {counts.tolist()}", flush=True)
 
     whole = make_layer(Mesh.solo())

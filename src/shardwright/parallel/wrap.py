@@ -295,6 +295,8 @@ class DataParallel(nn.Module):
         for bucket, gradient in zip(self.buckets.buckets, kept, strict=bool(kept)):
             if self.buckets.adds_up and gradient is not bucket.gradients:
                 bucket.gradients.copy_(gradient) if gradient is not None else bucket.gradients.zero_()
+            if self.buckets.adds_up and self.buckets.hook.reduction == "sum":  # shards are summed over these once more
+                bucket.gradients.div_(num_ranks(bucket.comms))
 
     def _keep_in_view(self, name: str) -> None:
         """Make ``parameter.grad`` the bucket's view again, with the value that it has now (None: zero)."""

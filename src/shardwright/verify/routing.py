@@ -174,7 +174,7 @@ class FollowedChoices:
             row = torch.searchsorted(table[:, 0].contiguous(), tokens).clamp(max=len(table) - 1)
             known = (table[row, 0] == tokens).unsqueeze(1)
             taken = torch.where(known, table[row, 1:], own)
-            found, best = _judged(choice, taken, router.moe)
+            found, best = judged(choice, taken, router.moe)
             self._scores.append((found.masked_fill(~known, -torch.inf), best))
             return taken, limited
 
@@ -186,7 +186,7 @@ class FollowedChoices:
         return {f"scores of choices {index}": pair for index, pair in enumerate(scores)}
 
 
-def _judged(choice: Tensor, taken: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+def judged(choice: Tensor, taken: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
     """choice (N, E), taken (N, k) -> scores of what is taken, and of the best, each in descending order (N, k): of the experts
     among those of the groups that are taken, and before them of these groups (N, top_groups + k)."""
     if moe.groups == 1 or moe.top_groups == moe.groups:
