@@ -69,10 +69,10 @@ def verified() -> Outcome:
         write_skewed_text(Path(name))
         configs = list(grid(Path(name)))
         worst, wrong, busiest, idle = 0.0, [], 0.0, 0
-        for config, traces, found in compared(prepare_data(configs[0]), configs, one_process):
+        for run, found in compared(prepare_data(configs[0]), configs, one_process):
             worst = max(worst, found.gradients.max_rel_diff)
-            wrong += [] if found.passed else [str(config.layout)]
-            for counts in traces[0].choices[0]:
+            wrong += [] if found.passed else [str(run.config.layout)]
+            for counts in run.traces[0].choices[0]:
                 busiest = max(busiest, max(counts) / sum(counts))
                 idle += min(counts) == 0
     value = f"{len(configs) - len(wrong)} of {len(configs)} layouts, worst gradient {worst:.1e}; busiest expert "

@@ -83,7 +83,7 @@ def verified(grid: Callable[[Path], Iterator[RunConfig]]) -> Outcome:
     """Every layout of ``grid(folder)`` against one process, many in one launch."""
     with tempfile.TemporaryDirectory(prefix="shardwright-proof-") as name:
         configs = list(grid(Path(name)))
-        found = [(config, result) for config, _, result in compared(prepare_data(configs[0]), configs, one_process)]
+        found = [(run.config, result) for run, result in compared(prepare_data(configs[0]), configs, one_process)]
     worst = max(result.gradients.max_rel_diff for _, result in found)
     wrong = [str(config.layout) for config, result in found if not result.passed]
     value = f"{len(found) - len(wrong)} of {len(configs)} layouts, worst gradient {worst:.1e}"

@@ -91,10 +91,11 @@ def verified() -> Outcome:
     with tempfile.TemporaryDirectory(prefix="shardwright-proof-") as name:
         configs = [config_of(Path(name), text, "adamw" if "fp64" in text else "sgd") for text in layouts()]
         worst, wrong, memory = 0.0, [], 0
-        for config, traces, found in compared(prepare_data(configs[0]), configs, one_process):
+        for run, found in compared(prepare_data(configs[0]), configs, one_process):
+            config = run.config
             if config.layout.precision == "fp64":
                 worst = max(worst, found.gradients.max_rel_diff)
-                last = [(rank, trace.ledgers[-1]) for rank, trace in enumerate(traces)]
+                last = [(rank, trace.ledgers[-1]) for rank, trace in enumerate(run.traces)]
                 differences = [line for rank, ledger in last for line in memory_differences(config, ledger, rank)]
                 memory += not differences
                 wrong += [f"{config.layout}: {differences[0]}"] if differences else []
@@ -108,8 +109,8 @@ def stages_agree() -> Outcome:
     with tempfile.TemporaryDirectory(prefix="shardwright-proof-") as name:
         configs = [config_of(Path(name), f"dp=2,microbatches=2,{stage}") for stage in STAGES.values()]
         runs = list(traced(prepare_data(configs[0]), configs, 20))
-    plain = runs[0][1][0].losses
-    apart = [abs(a - b) / b for _, traces in runs for trace in traces for a, b in zip(trace.losses, plain, strict=True)]
+    plain = runs[0].traces[0].losses
+    apart = [abs(a - b) / b for run in runs for trace in run.traces for a, b in zip(trace.losses, plain, strict=True)]
     return Outcome(f"losses of {len(runs)} settings differ by at most {max(apart):.1e}, {plain[0]:.3f} -> {plain[-1]:.3f}",
                    max(apart) <= 1e-6)  # fmt: skip
 
@@ -128,14 +129,14 @@ def windows_plot() -> Outcome:
         configs = [config_of(Path(name), f"dp=2,{text}", model=SMALL | {"num_layers": 6}) for text in PICTURED.values()]
         runs = list(traced(prepare_data(configs[0]), configs))
     figure, panels = pyplot.subplots(2, 3, figsize=(10, 5), sharey=True, layout="constrained")
-    for (label, (_, traces)), axes in zip(zip(PICTURED, runs, strict=True), panels.flat, strict=True):
-        _draw(axes, label, traces[0].ledgers[-1])
+    for label, run, axes in zip(PICTURED, runs, panels.flat, strict=True):
+        _draw(axes, label, run.traces[0].ledgers[-1])
     panels[1][2].legend(loc="upper right", fontsize=7)
     figure.supxlabel("time in the step")
     figure.supylabel("MB on the device")
     RESULTS.mkdir(exist_ok=True)
     figure.savefig(RESULTS / "zero-storage.svg")
-    last = [traces[0].ledgers[-1].peak for _, traces in runs]
+    last = [run.traces[0].ledgers[-1].peak for run in runs]
     peaks = [sum(size for kind, size in peak.items() if not kind.startswith("host")) for peak in last]
     return Outcome(f"peaks {[round(peak / 1e6, 2) for peak in peaks]} MB; benchmarks/results/zero-storage.svg", True)
 
