@@ -2,29 +2,38 @@
 
     python benchmarks/planned_steps.py --ranks 2 --ranks 4 --layouts 20 --out benchmarks/results/planned-steps.json
 
-For each number of ranks: `bench comm` measures the links and the rate of a core, a few one-rank steps fit what the software
-makes of it (share of the rate, seconds per kernel and per step), and then random layouts are priced and measured, in one
-start of the ranks. Shown: Spearman's rank correlation, the median and the largest error. Use a quiet machine.
+For each number of ranks: `bench comm` measures the links; one-rank steps, on as many cores at once as the ranks will use, fit
+what the software makes of a core (share of its rate, seconds per kernel and per step); then random layouts are priced and
+measured. Each layout has its turn in each of several rounds, so that a slow minute touches all of them; a step is that of
+the slowest rank, the figure its median over all rounds without each round's first. Where ranks are more than cores, what
+they compute at the same time shares the cores. Shown: Spearman's rank correlation, the median and the largest error.
+Use a quiet machine; 20 layouts on 2 and on 4 ranks take some 6 minutes of 2 cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
 from typing import Any
 
-from shardwright.bench_comm import bench_comm
+import torch
+import torch.distributed as dist
+
+from shardwright.bench import random_batches
+from shardwright.bench_comm import bench_comm, copy_rate
 from shardwright.comm.mesh import Mesh
 from shardwright.core.cluster import Cluster
 from shardwright.core.layout import Layout
+from shardwright.core.plan import Plan
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import ShardwrightError
 from shardwright.launch import RankEnv, init_process_group, run_local_ranks
@@ -32,10 +41,9 @@ from shardwright.plan.accuracy import errors, spearman
 from shardwright.plan.calibrate import least
 from shardwright.plan.stack import Stack
 from shardwright.plan.step_time import Pricer
-from shardwright.train.prepare import PreparedData, prepare_data
+from shardwright.train.peak import measured_matmul_flops
 from shardwright.train.step import Trainer
 from shardwright.train.supported import check_supported
-from shardwright.verify.parity import train_sampler
 
 FITTED = ("gemm_bf16", "memory", "launch", "step_seconds")
 START = Stack(
@@ -46,6 +54,8 @@ ALONE = ("micro_batch=1", "micro_batch=4", "micro_batch=2,microbatches=4", "micr
 """One-rank layouts that the software's constants are fitted on."""
 MODEL = {"vocab_size": 2048, "dim": 256, "num_layers": 8, "num_heads": 8, "ffn_dim": 704, "max_positions": 256}
 SEQ = 128
+TRANSPORTS = ("shm", "shm own")
+"""What ranks of one machine talk over."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ def config(layout: str) -> RunConfig:
     """A small run of ``layout``."""
     table = {
         "model": MODEL,
-        "data": {"sources": "synthetic:sentences", "seq_len": SEQ, "cache": "runs/planned-steps/data"},
+        "data": {"sources": "none", "seq_len": SEQ},
         "optim": {"lr": 1e-3},
         "train": {"steps": 100, "threads": 1, "run_dir": "runs/planned-steps"},
     }
@@ -92,31 +102,62 @@ def random_layout(rng: random.Random, ranks: int) -> Layout:
         return layout
 
 
-def time_steps(env: RankEnv, data: PreparedData, layouts: Sequence[str], repeats: int) -> list[float]:
-    """Median seconds of a step of every layout on this rank, ranks waiting for one another before each."""
+def time_steps(env: RankEnv, layouts: Sequence[str], rounds: int, repeats: int, apart: bool) -> list[list[float]]:
+    """Seconds of the steps of every layout on this rank, ranks waiting for one another before each; without each round's first.
+
+    ``apart``: every rank trains a layout of one rank by itself, at the same time as the others.
+    """
     if env.world_size > 1:
         init_process_group(env)
-    found = []
-    for text in layouts:
-        run = config(text)
-        mesh = Mesh.distributed(run.layout, env.rank) if env.world_size > 1 else Mesh.solo()
-        trainer = Trainer(run, mesh)
-        sampler = train_sampler(run, data, mesh.coordinates["dp"])
-        seconds = []
-        for step in range(repeats + 1):
-            batches = list(sampler.batches(step))
-            mesh.world.barrier()
-            start = time.perf_counter()
-            trainer.step(batches, step)
-            seconds.append(time.perf_counter() - start)
-        found.append(statistics.median(seconds[1:]))
+    found: list[list[float]] = [[] for _ in layouts]
+    for _ in range(rounds):
+        for times, text in zip(found, layouts, strict=True):
+            run = config(text)
+            mesh = Mesh.solo() if apart else Mesh.distributed(run.layout, env.rank)
+            trainer = Trainer(run, mesh)
+            seed, layout = mesh.coordinates["dp"], run.layout
+            batches = random_batches(run.model, layout.microbatches, layout.micro_batch, SEQ, seed)
+            for step in range(1 + repeats):
+                if env.world_size > 1:
+                    dist.barrier()
+                start = time.perf_counter()
+                trainer.step(batches, step)
+                if step:
+                    times.append(time.perf_counter() - start)
     return found
 
 
-def measure(ranks: int, data: PreparedData, layouts: Sequence[str], repeats: int) -> list[float]:
-    """Seconds of a step of each layout: the slowest rank's median."""
-    results = run_local_ranks(time_steps, ranks, (data, layouts, repeats), threads_per_rank=1, time_limit_s=900)
-    return [max(times) for times in zip(*results, strict=True)]
+def measure(ranks: int, layouts: Sequence[str], rounds: int, repeats: int, *, apart: bool = False) -> list[float]:
+    """Seconds of a step of each layout: the median of the slowest rank's."""
+    arguments = (layouts, rounds, repeats, apart)
+    results = run_local_ranks(time_steps, ranks, arguments, threads_per_rank=1, time_limit_s=900)
+    return [
+        statistics.median(max(step) for step in zip(*of_ranks, strict=True)) for of_ranks in zip(*results, strict=True)
+    ]
+
+
+def core_rates(env: RankEnv) -> tuple[float, float]:
+    """FLOP/s and bytes per second of a core while the other cores work too."""
+    if env.world_size > 1:
+        init_process_group(env)
+        dist.barrier()
+    return measured_matmul_flops(torch.float32, repeats=20), copy_rate()
+
+
+def cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def on_shared_cores(plan: Plan, ranks: int) -> float:
+    """Seconds of the plan's step on this machine: ranks that compute at the same time share its cores.
+
+    Messages are left as `bench comm` measured them, with all ranks at work.
+    """
+    step = plan.step
+    sent = step.exposed_communication_seconds
+    busy = ranks * (1 - plan.pipeline.bubble_fraction)
+    return (step.seconds - sent) * max(1.0, busy / cores()) + sent
 
 
 def fitted_stack(cluster: Cluster, alone: Sequence[float]) -> Stack:
@@ -131,22 +172,25 @@ def fitted_stack(cluster: Cluster, alone: Sequence[float]) -> Stack:
     return least(error, START, FITTED, 120)
 
 
-def compare(ranks: int, count: int, repeats: int, seed: int) -> dict[str, Any]:
+def compare(ranks: int, count: int, rounds: int, repeats: int, seed: int) -> dict[str, Any]:
     """The whole comparison for one number of ranks."""
     rng = random.Random(seed)
     layouts = [str(random_layout(rng, ranks)) for _ in range(count)]
-    data = prepare_data(config("dp=1"))
-    cluster = Cluster.load(_written(bench_comm(ranks, 8 << 20, ())["cluster"], ranks))
-    stack = fitted_stack(cluster, measure(1, data, ALONE, repeats))
-    measured = measure(ranks, data, layouts, repeats)
+    used = min(ranks, cores())
+    cluster = Cluster.load(_written(bench_comm(ranks, 8 << 20, TRANSPORTS)["cluster"], ranks))
+    flops, copied = (min(rates) for rates in zip(*run_local_ranks(core_rates, used, threads_per_rank=1), strict=True))
+    cluster = replace(cluster, chip=replace(cluster.chip, fp32=flops, memory_bandwidth=copied))
+    stack = fitted_stack(cluster, measure(used, ALONE, rounds, repeats, apart=True))
+    measured = measure(ranks, layouts, rounds, repeats)
     timings = []
     for text, seconds in zip(layouts, measured, strict=True):
         run = config(text)
         plan = Pricer(run.model, cluster, SEQ, stack).price(run.layout)
-        timings.append(Timing(text, plan.step.seconds, seconds))
+        timings.append(Timing(text, on_shared_cores(plan, ranks), seconds))
     predicted = [timing.predicted for timing in timings]
     return {
         "ranks": ranks,
+        "cores": cores(),
         "spearman": spearman(predicted, measured),
         **errors(predicted, measured),
         "constants": {name: getattr(stack, name) for name in FITTED},
@@ -167,11 +211,15 @@ def main() -> int:
         "--ranks", type=int, action="append", help="ranks on this machine; repeatable (default: 2 and 4)"
     )
     parser.add_argument("--layouts", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=5, help="steps of each layout")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each layout")
+    parser.add_argument("--repeats", type=int, default=2, help="timed steps of each turn, after one that is not")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="keep the JSON here")
     options = parser.parse_args()
-    found = [compare(ranks, options.layouts, options.repeats, options.seed) for ranks in options.ranks or (2, 4)]
+    found = [
+        compare(ranks, options.layouts, options.rounds, options.repeats, options.seed)
+        for ranks in options.ranks or (2, 4)
+    ]
     for result in found:
         print(
             f"{result['ranks']} ranks, {len(result['layouts'])} layouts: Spearman {result['spearman']:.2f}, "

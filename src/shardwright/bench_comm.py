@@ -108,7 +108,7 @@ def _rank(env: RankEnv, most_bytes: int, wanted: tuple[str, ...]) -> dict[str, A
         "transports": list(comms),
         "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         "matmul_flops": measured_matmul_flops(torch.float32) if device.type == "cpu" else None,
-        "copy_bytes_per_second": _copy_rate() if device.type == "cpu" else None,
+        "copy_bytes_per_second": copy_rate() if device.type == "cpu" else None,
     }
 
 
@@ -206,7 +206,7 @@ def _sent(verb: str, numel: int, ranks: int) -> int:
     return ring_bytes(verb, numel, 4, ranks)
 
 
-def _copy_rate(size: int = 64 << 20) -> float:
+def copy_rate(size: int = 64 << 20) -> float:
     """Bytes per second of memory traffic of a copy (read and write), the best of a few."""
     source, target = torch.ones(size // 4), torch.empty(size // 4)
     best = float("inf")

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.core.plan import GIB
+from shardwright.core.plan import GIB, Plan
 from shardwright.errors import ShardwrightError
 from shardwright.plan.compute import compute_peak
 from shardwright.plan.rows import Case, Refused
@@ -116,6 +116,11 @@ def _figures(found: Sequence[Run]) -> dict[str, Any]:
     return result
 
 
+def peak_gib(case: Case, plan: Plan) -> float:
+    """The plan's peak in the units and in the sense of the measured one."""
+    return (plan.memory[0].total if case.allocated else plan.device_bytes) / GIB
+
+
 def _group(found: Sequence[Case | Refused]) -> dict[str, Any]:
     refused = [case.reason for case in found if isinstance(case, Refused)]
     priced: list[Case] = []
@@ -132,7 +137,7 @@ def _group(found: Sequence[Case | Refused]) -> dict[str, Any]:
             refused.append(str(error))
             continue
         if case.memory_gib:
-            memory.append((plan.device_bytes / GIB, case.memory_gib))
+            memory.append((peak_gib(case, plan), case.memory_gib))
         if case.seconds is None:
             too_large["rows"] += 1
             too_large["refused"] += not plan.fits

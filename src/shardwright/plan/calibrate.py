@@ -1,9 +1,10 @@
 """Fit a stack's constants to measured runs: ``python -m shardwright.plan.calibrate FILE.csv... [--out stacks.toml]``.
 
 For each stack the fields named in its ``fit.fields`` are moved (Nelder and Mead's simplex, in logarithms) until the mean
-absolute logarithm of predicted over measured step time is least over all rows of that stack; a weak pull towards the
-starting values keeps what the rows do not tell. Constants belong to a chip and a stack, never to a row. Cross-validation:
-the rows are cut into folds by their place in the file, each fold is predicted by constants fitted on the others.
+absolute logarithm of predicted over measured step time is least over all rows of that stack; then those of
+``fit.memory_fields`` for the rows' peaks of memory, where too low is worse than too high. A weak pull towards the starting
+values keeps what the rows do not tell. Constants belong to a chip and a stack, never to a row. Cross-validation: the rows
+are cut into folds by their place in the file, each fold is predicted by constants fitted on the others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
+from shardwright.core.plan import GIB
 from shardwright.errors import ShardwrightError
 from shardwright.plan.rows import Case, Refused
 from shardwright.plan.serving_rows import ServingCase, read_runs, serving_loss, unsaturated
@@ -29,10 +31,13 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "latency": (0.05, 20.0), "fused": (0.2, 2.5), "dp_overlap": (1e-3, 1.0), "tp_overlap": (1e-3, 0.95),
     "ep_overlap": (1e-3, 0.95), "p2p_overlap": (1e-3, 1.0), "contention": (1e-3, 1.0), "imbalance": (1.0, 1.5),
     "step_seconds": (1e-5, 5.0), "kv": (0.1, 1.0), "request_seconds": (1e-4, 1.0), "burst": (1e-3, 1.0),
-    "skew": (0.05, 2.5), "quantise": (0.1, 16.0), "async_tp": (0.05, 1.0),
+    "skew": (0.05, 2.5), "quantise": (0.1, 16.0), "async_tp": (0.05, 1.0), "reserve_gib": (1e-2, 20.0),
+    "reserve_share": (1e-3, 0.3), "saved": (0.8, 2.5),
 }  # fmt: skip
 PULL = 0.03
 """Weight of the squared logarithm of a constant over its starting value."""
+TOO_LOW = 3.0
+"""How much worse a peak of memory is that is said to be lower than it is: such a plan runs out of memory."""
 FOLDS, MOST_ROWS, ROUNDS = 4, 120, 200
 SERVING_FOLDS = 3
 EXPERT_FIELDS = ("gemm_fp4", "grouped", "skew")
@@ -138,6 +143,44 @@ def calibrate(cases: Sequence[Case], start: Stack, names: Sequence[str]) -> FitR
     return FitResult(fitted, len(measured), mean_error(measured, fitted), total / len(measured) if folds else 0.0)
 
 
+class Peaks:
+    """The plan's peaks of memory over the measured ones, for some rows and any stack."""
+
+    def __init__(self, cases: Sequence[Case], stack: Stack) -> None:
+        self.bases = [(Pricer(case.model, case.cluster, case.seq, stack), case) for case in cases]
+
+    def ratios(self, stack: Stack) -> list[float]:
+        found = []
+        for base, case in self.bases:
+            pricer = base.with_stack(case.stack_for(stack))
+            allocated = pricer.stage_memory(case.layout)[0].total
+            held = allocated if case.allocated else pricer.margin.device_bytes(allocated)
+            found.append(held / GIB / (case.memory_gib or 1.0))
+        return found
+
+    def fit(self, start: Stack, names: Sequence[str]) -> Stack:
+        """``start`` with the fields ``names`` moved to where the peaks are predicted best."""
+
+        def error(stack: Stack) -> float:
+            apart = [log(ratio) for ratio in self.ratios(stack)]
+            return sum(max(value, -TOO_LOW * value) for value in apart) / len(apart)
+
+        return least(error, start, names, ROUNDS // 2)
+
+
+def calibrate_memory(cases: Sequence[Case], start: Stack, names: Sequence[str]) -> FitResult:
+    """Fit the peaks of all rows that have one, and those of each fold on the others'."""
+    peaks = Peaks(cases, start)
+    fitted = peaks.fit(start, names)
+    folds, held_out = min(FOLDS, len(cases) // 2), list[float]()
+    for fold in range(folds):
+        others = [case for index, case in enumerate(cases) if index % folds != fold]
+        held_out += Peaks(cases[fold::folds], start).ratios(Peaks(others, start).fit(fitted, names))
+    own = [100 * abs(ratio - 1) for ratio in peaks.ratios(fitted)]
+    apart = [100 * abs(ratio - 1) for ratio in held_out]
+    return FitResult(fitted, len(cases), sum(own) / len(own), sum(apart) / len(apart) if apart else 0.0)
+
+
 def calibrate_serving(cases: Sequence[ServingCase], start: Stack, names: Sequence[str]) -> tuple[Stack, dict[str, Any]]:
     """Fit an engine's constants on runs whose requests all had cache, and each fold's runs on the others'.
 
@@ -193,16 +236,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = [case for path in options.files for case in read_runs(path) if not isinstance(case, Refused)]
         tables = read_tables()
         for name, table in tables.items():
-            names = table["fit"].get("fields", [])
-            if not names or (options.stack and name not in options.stack):
+            if options.stack and name not in options.stack:
                 continue
-            if not _refit(name, tables, found):
+            times, peaks = _refit(name, tables, found), _refit_memory(name, tables, found)
+            if not (times or peaks):
                 continue
             if options.out:  # after each stack: what is done stays done
                 options.out.write_text(write_tables(tables), encoding="utf-8")
             table_fit = table["fit"]
             print(
-                f"{name}: {table_fit['rows']} rows, {table_fit['mape']} %, held out {table_fit['held_out_mape']} %",
+                f"{name}: {table_fit['rows']} rows, {table_fit['mape']} %, held out {table_fit['held_out_mape']} %"
+                + (
+                    f"; memory of {table_fit['memory_rows']} rows {table_fit['memory_mape']} %, held out "
+                    f"{table_fit['held_out_memory_mape']} %"
+                    if peaks
+                    else ""
+                ),
                 flush=True,
             )
     except ShardwrightError as error:
@@ -214,7 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refit(name: str, tables: dict[str, dict[str, Any]], found: Sequence[Case | ServingCase]) -> bool:
     """Put new constants and their errors into the table of ``name``; False where there are no rows for it."""
     table = tables[name]
-    names = table["fit"]["fields"]
+    names = table["fit"].get("fields", [])
+    if not names:
+        return False
     training = [case for case in found if isinstance(case, Case) and case.stack == name and case.seconds]
     serving = [case for case in found if isinstance(case, ServingCase) and case.stack == name]
     start = stack_of(name, tables)
@@ -231,6 +282,22 @@ def _refit(name: str, tables: dict[str, dict[str, Any]], found: Sequence[Case | 
         return False
     for field in names:
         table[field] = float(f"{getattr(stack, field):.4g}")
+    return True
+
+
+def _refit_memory(name: str, tables: dict[str, dict[str, Any]], found: Sequence[Case | ServingCase]) -> bool:
+    """The same for the constants of memory."""
+    table = tables[name]
+    names = table["fit"].get("memory_fields", [])
+    cases = [case for case in found if isinstance(case, Case) and case.stack == name and case.memory_gib]
+    if not names or not cases:
+        return False
+    result = calibrate_memory(cases, stack_of(name, tables), names)
+    table["fit"] |= {
+        "memory_rows": result.rows, "memory_mape": round(result.mape, 2), "held_out_memory_mape": round(result.held_out_mape, 2)
+    }  # fmt: skip
+    for field in names:
+        table[field] = float(f"{getattr(result.stack, field):.4g}")
     return True
 
 

@@ -44,13 +44,13 @@ PARAMETER_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4}
 GRADIENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 WALKED_ROUNDS = 3
 """Of pp micro-batches each, after which buffers have been as full as they will be."""
-LOGIT_BYTES = 4
-"""Of a logit in cross entropy, beside its working copy and its gradient."""
 
 
-def optimizer_bytes(precision: str) -> int:
-    """Adam: two moments, and a master copy where parameters are held in fewer bits."""
-    return {"fp64": 16, "fp32": 8}.get(precision, 12)
+def optimizer_bytes(precision: str, stack: Stack | None = None) -> float:
+    """Adam: two moments, and a master copy where parameters are held in fewer bits and the stack keeps one."""
+    if precision in PARAMETER_BYTES:
+        return 2 * PARAMETER_BYTES[precision]
+    return 12 if stack is None else stack.state_bytes - 2
 
 
 def bytes_per_parameter(
@@ -94,7 +94,7 @@ def state_bytes(layout: Layout, held: Parameters, stack: Stack) -> dict[str, flo
     (:func:`host_bytes`): where gradients are sharded, those of offloaded parameters neither.
     """
     param = PARAMETER_BYTES.get(layout.precision, 2)
-    grad, optimizer = gradient_bytes(layout, stack), optimizer_bytes(layout.precision)
+    grad, optimizer = gradient_bytes(layout, stack), optimizer_bytes(layout.precision, stack)
     dense_ranks, expert_ranks = shard_ranks(layout)
     total = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for count, ranks in ((held.dense, dense_ranks), (held.experts, expert_ranks)):
@@ -144,6 +144,8 @@ def layer_activation_bytes(
     tokens, hidden, split, tp = shape.tokens, model.dim, shape.split, shape.tp
     if recompute == "full":
         return size * tokens * hidden / split
+    if recompute == "selective" and stack.flash and stack.selective_repeats and not kind.moe and model.mla is None:
+        return _per_operator_bytes(model, shape, size, stack)
     dropout = model.dropout > 0
     norms = 4 * size * tokens * hidden / split + (8 * tokens / split if model.norm == "rmsnorm" else 0)
     masks = 2 * tokens * hidden / split if dropout else 0
@@ -157,6 +159,21 @@ def layer_activation_bytes(
     else:
         total += size * tokens * (3 if model.activation == "swiglu" else 2) * model.ffn_dim / tp
     return kept * stack.saved * total + (1 - kept) * size * tokens * hidden / split
+
+
+def _per_operator_bytes(model: ModelConfig, shape: Shape, size: int, stack: Stack) -> float:
+    """A layer under a policy that keeps every second product and the fused attention (PyTorch's selective checkpoints).
+
+    Of q, k, v, out, gate, up, down the first, third and so on; the layer's input; over tp what is reduce-scattered. A
+    compiled backward drops the last product, which only the residual needs.
+    """
+    tokens, tp, split = shape.tokens, shape.tp, shape.split
+    heads, kv_heads = model.num_heads / tp, max(model.num_kv_heads / tp, 1)
+    kept = model.dim / split + (2 * heads + kv_heads) * model.head_dim + model.ffn_dim / tp
+    kept += 2 * model.dim / split if tp > 1 else 0
+    if model.activation == "swiglu" and not stack.compiled:
+        kept += model.dim / split
+    return tokens * (size * kept + 4 * heads)
 
 
 def _attention_bytes(model: ModelConfig, shape: Shape, size: int, statistics: int) -> float:
@@ -180,11 +197,12 @@ def _expert_bytes(model: ModelConfig, shape: Shape, size: int) -> float:
     return routed + 8 * own * moe.num_experts + size * shape.tokens * inward * moe.shared_dim / shape.tp
 
 
-def logits_bytes(model: ModelConfig, shape: Shape, precision: str) -> float:
-    """Logits of one micro-batch, an fp32 copy for cross entropy and the gradient."""
+def logits_bytes(model: ModelConfig, shape: Shape, precision: str, stack: Stack | None = None) -> float:
+    """Logits of one micro-batch with what cross entropy makes of them and the gradient, at its peak."""
     size = ACTIVATION_BYTES.get(precision, 2)
-    copy = LOGIT_BYTES if size < LOGIT_BYTES else 0
-    return shape.tokens * ceil(model.vocab_size / shape.tp) * (2 * size + copy)
+    each = 2.0 * size if size > 2 else (stack or Stack()).logit_bytes
+    split = 1 if stack is not None and stack.whole_logits else shape.tp
+    return shape.tokens * ceil(model.vocab_size / split) * each
 
 
 def in_flight(layout: Layout, rank: int) -> float:
@@ -232,11 +250,15 @@ class MemoryModel:
     def stage(self, layout: Layout, rank: int, units: RankUnits, shape: Shape, *, walk: bool = True) -> StageMemory:
         """Peak bytes of one GPU of pipeline rank ``rank``; without ``walk`` those of ZeRO's buffers are left out."""
         held = self.table.of_rank(units, layout.tp, layout.ep)
+        if self.stack.whole_embedding and units.embedding:
+            held = held.plus(Parameters(self.table.embedding(1).dense - self.table.embedding(layout.tp).dense))
         state = state_bytes(layout, held, self.stack)
         activations = self._activations(layout, rank, units, shape)
         buffers = self._buffers(layout, shape)
         if walk and layout.zero >= 2 and units.num_units:
             buffers |= self._sharding_buffers(layout, rank, units)
+        if self.stack.late_gradients and layout.zero >= 2:
+            self._make_late(layout, held, state, activations, buffers)
         return StageMemory(
             stage=rank,
             parameters=ceil(state["parameters"]),
@@ -248,6 +270,22 @@ class MemoryModel:
             host={name: ceil(size) for name, size in host_bytes(layout, held).items()},
         )
 
+    def _make_late(
+        self,
+        layout: Layout,
+        held: Parameters,
+        state: dict[str, float],
+        activations: dict[str, float],
+        buffers: dict[str, float],
+    ) -> None:
+        """Shards of gradients come one by one as the whole ones of several micro-batches go, or after the loss's tensors."""
+        if layout.microbatches > 1 and layout.accumulate == "defer":
+            state["gradients"] = 0.0
+            buffers["gradient buffers"] = gradient_bytes(layout, self.stack) * held.total
+            return
+        late = state["gradients"] + buffers.pop("gradient buffers", 0.0)
+        state["gradients"] = max(0.0, late - activations.get("logits", 0.0))
+
     def _activations(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> dict[str, float]:
         model, precision, flying = self.model, layout.precision, in_flight(layout, rank)
         size = ACTIVATION_BYTES.get(precision, 2)
@@ -256,11 +294,12 @@ class MemoryModel:
             for kind, count in units.layers
         )
         found = {"saved by layers": kept * flying}
-        logits = logits_bytes(model, shape, precision) if units.head else 0.0
+        logits = logits_bytes(model, shape, precision, self.stack) if units.head else 0.0
         if layout.recompute == "full" and units.layers:  # never at the same time as the logits
             layer = max(layer_activation_bytes(model, kind, shape, precision, self.stack) for kind, _ in units.layers)
             found["one layer recomputed"] = max(0.0, layer - logits)
-            if layout.cp > 1 and layout.cp_kind != "ulysses" and model.mla is None:  # so that the ring runs once
+            ring = layout.cp > 1 and layout.cp_kind != "ulysses" and model.mla is None
+            if ring and self.stack.keeps_attention:  # so that it runs once
                 width = size * model.head_dim + (8 if precision == "fp64" else 4)
                 each = shape.tokens * model.num_heads / layout.tp * width
                 found["attention outputs"] = each * sum(count for _, count in units.layers) * flying
@@ -270,6 +309,9 @@ class MemoryModel:
         if units.head:
             found["head"] = hidden + size * shape.tokens * model.dim  # norm's input, gathered input of the logits
             found["logits"] = logits
+            if self.stack.keeps_outputs and layout.pp > 1:
+                columns = ceil(model.vocab_size / shape.tp)
+                found["logits of all micro-batches"] = layout.microbatches * size * shape.tokens * columns
         return found
 
     def _buffers(self, layout: Layout, shape: Shape) -> dict[str, float]:
@@ -295,9 +337,20 @@ class MemoryModel:
         if key not in self._peaks:
             self._peaks[key] = self._walk(layout, rank, units)
         peaks = self._peaks[key]
-        gathered = "parameters kept gathered" if layout.keeps_gathered else "gathered units"
         found = {"gradient buffers": peaks.buffers - peaks.arriving, "shards from the host": peaks.arriving}
-        return found | ({gathered: peaks.gathered} if layout.zero == 3 else {})
+        if layout.zero == 3 and layout.keeps_gathered:
+            found["parameters kept gathered"] = peaks.gathered
+        elif layout.zero == 3:
+            found["gathered units"] = self._with_root(layout, units) if self.stack.keeps_root else peaks.gathered
+        return found
+
+    def _with_root(self, layout: Layout, units: RankUnits) -> float:
+        """Embedding and head gathered all the time, beside a layer and those that are prefetched."""
+        table, tp = self.table, layout.tp
+        root = table.embedding(tp).total if units.embedding else 0
+        root += table.head(tp, with_embedding=units.embedding).total if units.head else 0
+        layer = max((table.layer(kind, tp, layout.ep).total for kind, _ in units.layers), default=0)
+        return PARAMETER_BYTES.get(layout.precision, 2) * (root + min(1 + layout.prefetch, units.num_layers) * layer)
 
     def _walk(self, layout: Layout, rank: int, units: RankUnits) -> Peaks:
         param, grad = PARAMETER_BYTES.get(layout.precision, 2), gradient_bytes(layout, self.stack)

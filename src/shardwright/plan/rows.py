@@ -47,11 +47,17 @@ class Case:
 
     rowwise: bool = False
     """fp8 with a scale for each row: operands are read and written once for either direction, twice in all."""
+    loss_by_operator: bool = False
+    """Cross entropy in fp32, operator by operator, where the stack's other rows compile it."""
+    allocated: bool = False
+    """``memory_gib`` is the allocator's peak of allocated bytes, not what the device holds."""
 
     def stack_for(self, stack: Stack) -> Stack:
         """``stack`` as this run used it."""
         if self.rowwise:
             stack = replace(stack, quantise=2 * stack.quantise)
+        if self.loss_by_operator:  # log-softmax, its gradient, that of the logits; one more where each rank has a part
+            stack = replace(stack, logit_bytes=16.0 if self.layout.tp > 1 else 12.0)
         return eager(stack) if self.eager else stack
 
 
@@ -216,7 +222,16 @@ def _published_case(row: Row, group: str, stack: str, label: str) -> Case:
         memory_gib=memory,
         rowwise="rowwise" in row["precision"],
         eager=bool(re.search(r"\beager\b|no compile|compile off", row["notes"])),
+        loss_by_operator=stack == "torchtitan" and _before_2025(row),
+        allocated=stack == "kempner" or "peak allocated" in row["notes"],
     )
+
+
+def _before_2025(row: Row) -> bool:
+    """Of torchtitan, from its code: releases to the end of 2024 computed the loss without the compiler, and cut a rank's batch
+    into as many micro-batches as there are pipeline ranks (its issue 773 is of such a run, its pull request 781 of 2025
+    changes the count)."""
+    return row["year"] == "2024" or "issue 773" in row["source"]
 
 
 def _generation(chip: Chip) -> str:
@@ -286,7 +301,10 @@ def _model(row: Row) -> ModelConfig:
         raise ConfigError("the row gives no layers or no width, and no model of that name is known")
     layers, hidden = int(row["layers"]), int(row["hidden"])
     heads = int(row["heads"]) if row["heads"] else hidden // 128
-    vocab = int(row["vocab"]) if row["vocab"] else (250880 if "BLOOM" in row["model"] else 51200)
+    default = (
+        250880 if "BLOOM" in row["model"] else 128256 if "llama-3-style" in name or "dense 175b" in name else 51200
+    )
+    vocab = int(row["vocab"]) if row["vocab"] else default
     if name.startswith(("gpt", "bloom")):
         model = gpt(layers, hidden, heads, vocab, seq, int(row["ffn"] or 0))
         return model.model_copy(update={"dropout": 0.0}) if "BLOOM" in row["model"] or "H100" in row["gpu"] else model
@@ -295,6 +313,7 @@ def _model(row: Row) -> ModelConfig:
     return ModelConfig(
         name=name, vocab_size=vocab, dim=hidden, num_layers=layers, num_heads=heads,
         num_kv_heads=int(row["kv_heads"] or heads), ffn_dim=int(row["ffn"]), max_positions=seq,
+        tied_head="nanotron" in row["source"] and int(row["ffn"]) < 10_000,  # as its script of these runs has it
     )  # fmt: skip
 
 
@@ -317,19 +336,22 @@ def _layout(row: Row, model: ModelConfig, stack: str) -> Layout:
         raise ConfigError("the row does not give the whole layout")
     dp = gpus // (tp * pp * cp)
     sharding, recompute = row["zero/fsdp"].lower(), row["recompute"].lower()
-    if stack == "torchtitan" and not recompute:
-        recompute = "selective"  # the shipped default, and what the memory of such rows shows
+    if stack == "torchtitan" and not recompute:  # the shipped default; runs of 405B repeat all
+        recompute = "full" if "405B" in row["model"] else "selective"
     micro = int(row["micro_batch"] or 1)
     batch = int(row["global_batch"]) if row["global_batch"].isdigit() else _step_batch(row, micro, dp, pp)
     if batch % (dp * micro):
         raise ConfigError(f"the global batch of {batch} does not divide into dp={dp} x {micro}")
-    if stack == "torchtitan" and pp > 1:  # the column holds a rank's whole batch, which the schedule cuts into ones
-        micro = 1
+    if stack == "torchtitan" and pp > 1:  # the column holds a rank's whole batch, which the schedule cuts
+        micro = max(1, micro // pp) if _before_2025(row) else 1
     sharded = sharding.startswith(("fsdp", "zero3")) and sharding != "no fsdp"
     notes = row["notes"].lower()
     if "interleaved" in notes and not row["vpp"]:
         virtual = 2 if stack == "torchtitan" else model.num_layers // pp  # torchtitan's own default
     virtual = min(virtual, model.num_layers // pp) if pp > 1 else 1
+    bf16_gradients = (
+        stack == "megatron-2021" or "fp16" in row["precision"] or (stack == "kempner" and sharding == "none")
+    )
     schedule = "interleaved_zb" if "interleavedzerobubble" in notes else "interleaved"
     return Layout(
         tp=tp, pp=pp, cp=cp, ep=ep, dp=dp,
@@ -342,7 +364,7 @@ def _layout(row: Row, model: ModelConfig, stack: str) -> Layout:
         sp="off" if "no sequence parallelism" in recompute or stack in ("megatron-2021", "bloom") or tp == 1 else "on",
         recompute="full" if recompute.startswith("full") else "selective" if recompute.startswith("selective") else "none",
         precision=_precision(row),
-        reduce_dtype="bf16" if stack == "megatron-2021" or "fp16" in row["precision"] else "fp32",
+        reduce_dtype="bf16" if bf16_gradients else "fp32",
         cp_kind="allgather" if "all-gather CP" in row["notes"] else "ring",
         tp_overlap=2 if "async TP" in row["notes"] and "no async" not in row["notes"] else 1,
         bucket_mb=500.0,

@@ -38,6 +38,14 @@ class Stack:
     expert rank over the mean. ``step_seconds``: a constant part of each step. ``two_gradients``:
     working gradients are kept beside their fp32 sums. ``host_bandwidth``: link to the host for offload, bytes/s.
     ``reserve_*``: what a device holds beyond allocated bytes, a constant part (GiB) and a share.
+    Of memory, in 2-byte training: ``state_bytes`` of parameters and optimizer state per parameter (14: bf16, an fp32 copy, two
+    moments; 12: the fp32 copy is all there is; 6: moments in bf16). ``logit_bytes`` of a logit at the peak of the loss (8:
+    logits, an fp32 copy, the gradient; 4: a compiled loss; 12 and, split over tp, 16: operator by operator in fp32).
+    ``whole_logits``, ``whole_embedding``: not split over tp. ``late_gradients``: shards of gradients come when
+    the loss's tensors, or the whole gradients of several micro-batches, are gone (a peak of allocated bytes; of reserved ones
+    it is not, as streams have pools of their own). ``keeps_root``: embedding and head stay gathered from forward to backward.
+    ``keeps_outputs``: the last stage keeps the logits of all micro-batches. ``keeps_attention``: full recomputation
+    keeps what attention over cp gave. ``compiled``: backward's graph drops what it does not need.
     Of serving engines: ``kv``, of the memory's bandwidth when the cache is read; ``request_seconds`` before a request is
     computed; ``burst``, the share of requests that arrive together; ``skew``, the exponent of the
     experts' popularity.
@@ -73,6 +81,15 @@ class Stack:
     host_bandwidth: float = 25e9
     reserve_gib: float = 1.5
     reserve_share: float = 0.03
+    state_bytes: float = 14.0
+    logit_bytes: float = 8.0
+    whole_logits: bool = False
+    whole_embedding: bool = False
+    late_gradients: bool = False
+    keeps_root: bool = False
+    keeps_outputs: bool = False
+    keeps_attention: bool = True
+    compiled: bool = True
     kv: float = 0.7
     request_seconds: float = 0.0
     burst: float = 0.1
@@ -86,7 +103,8 @@ class Stack:
 @dataclass(frozen=True)
 class Fit:
     """Where a stack's constants come from: the rows, the fitted ``fields``, mean absolute errors in per cent on the
-    rows and on rows held out (0: not fitted). Of step time; of TPOT (and of TTFT) for serving engines."""
+    rows and on rows held out (0: not fitted). Of step time; of TPOT (and of TTFT) for serving engines. ``memory_*``: of the
+    constants that rows with a peak of memory tell."""
 
     source: str
     fields: tuple[str, ...] = ()
@@ -95,6 +113,10 @@ class Fit:
     held_out_mape: float = 0.0
     ttft_mape: float = 0.0
     held_out_ttft_mape: float = 0.0
+    memory_fields: tuple[str, ...] = ()
+    memory_rows: int = 0
+    memory_mape: float = 0.0
+    held_out_memory_mape: float = 0.0
 
 
 _FIELDS = tuple(field.name for field in fields(Stack) if field.name != "name")
@@ -137,7 +159,8 @@ def stack_of(name: str, tables: Mapping[str, Mapping[str, Any]] | None = None) -
 def fit_of(name: str) -> Fit:
     """How the constants of ``name`` were found."""
     table = read_tables()[name]["fit"]
-    return Fit(**{**table, "fields": tuple(table.get("fields", ()))})
+    lists = {name: tuple(table.get(name, ())) for name in ("fields", "memory_fields")}
+    return Fit(**{**table, **lists})
 
 
 _DEFAULTS: Mapping[str, str] = {
@@ -167,7 +190,7 @@ passes for 1.5, a gated activation 8 for 4, by counting)."""
 
 def eager(stack: Stack) -> Stack:
     """The same software without a compiler that fuses element-wise work."""
-    return replace(stack, fused=stack.fused * EAGER_TRAFFIC)
+    return replace(stack, fused=stack.fused * EAGER_TRAFFIC, compiled=False)
 
 
 def default_stack(chip: Chip) -> Stack:

@@ -163,14 +163,12 @@ class ParameterTable:
         unit = what if what in ("embedding", "head") else "blocks.0"
         held = ["embedding", "head"] if both_ends else [unit]
         members = bucket_members(self._expert_twin if what == "experts" else self._twin, layout, {"tp": 0}, held)
-        return tuple(
-            Part(
-                member.group, member.numel, len(member.units) == 2, layout.num_shards(member.shard_over),
-                at_once=unit == "embedding" or not member.decay,
-            )
-            for member in members
-            if member.units[0] == unit
-        )
+        found = []
+        for member in members:
+            if member.units[0] == unit:
+                shards, at_once = layout.num_shards(member.shard_over), unit == "embedding" or not member.decay
+                found.append(Part(member.group, member.numel, len(member.units) == 2, shards, at_once))
+        return tuple(found)
 
     def embedding(self, tp: int) -> Parameters:
         return Parameters(self._count(tp)["embedding"])
