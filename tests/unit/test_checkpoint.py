@@ -199,7 +199,7 @@ def fork_each(codes: Connection, function: Callable[..., None], arguments: list[
 def save_and_die_at(root: Path, step: int, plan: FaultPlan) -> None:
     plan.wrap(os, "replace")
     plan.wrap(os, "posix_fallocate")
-    plan.wrap(os, "pwrite")
+    plan.wrap(os, "pwritev")
     plan.wrap(os, "fsync")
     plan.wrap(Path, "rename")
     plan.wrap(shutil, "rmtree")
@@ -240,7 +240,7 @@ def check_after_kill(root: Path, step: int) -> bool:
 def test_ck_01_lh_09_killed_at_a_point(saved: Path, tmp_path: Path, step: int, num_renames: int) -> None:
     """kill -9 at each named point, and before each rename and each removal."""
     points = [(name, 0) for name in POINTS] + [("replace", n) for n in range(3)]
-    points += [("posix_fallocate", 2), ("pwrite", 0), ("pwrite", 20), ("fsync", 0), ("fsync", 3)]
+    points += [("posix_fallocate", 2), ("pwritev", 0), ("pwritev", 3), ("fsync", 0), ("fsync", 3), ("fsync", 8)]
     points += [("rename", n) for n in range(num_renames)] + [("rmtree", 0)]
     cases = []
     for point, occurrence in points:
@@ -304,7 +304,7 @@ def test_ck_17_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     owner = {
-        "pwrite": "os.pwrite",
+        "pwrite": "os.pwritev",
         "fallocate": "os.posix_fallocate",
         "write_text": "shardwright.checkpoint.hf.write_text",
         "manifest": "shardwright.checkpoint.manifest.write_text",
@@ -411,7 +411,8 @@ def test_a_corrupt_file_is_named(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format_version": 3}, "format version 3"),
+        ({"format_version": 4}, "format version 4"),
+        ({"hash": "md5"}, "has hashes by 'md5', this program knows crc32 and sha256"),
         ({"files": {"../other": {"size": 0, "sha256": ""}}}, "outside"),
         ({"files": []}, "torn"),
     ],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import random
+import zlib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,7 +19,8 @@ from torch import Tensor
 
 from shardwright.checkpoint.files import index_text, plain_places, plan_files, weight_places
 from shardwright.checkpoint.hf import HFTensor, read_tensors, shapes
-from shardwright.checkpoint.runs import Place, Run, hash_run, map_file, parts, uncovered, write_run
+from shardwright.checkpoint.manifest import check_hashes
+from shardwright.checkpoint.runs import Bytes, Place, Run, hash_run, map_file, parts, uncovered, write_runs
 from shardwright.core.specs import Spec
 from shardwright.errors import CheckpointError
 
@@ -38,11 +43,16 @@ def cut_in_two(rng: random.Random, tensor: Tensor) -> list[tuple[slice, ...]]:
 def write_all(path: Path, header: bytes, size: int, content: list[tuple[Run, Tensor]]) -> list[Run]:
     path.write_bytes(header + bytes(size - len(header)))
     descriptor = os.open(path, os.O_WRONLY)
-    digests = [write_run(descriptor, run, tensor.contiguous().view(-1).view(torch.uint8).numpy()) for run, tensor in content]
+    content = sorted(content, key=lambda item: item[0].offset)
+    written = write_runs(descriptor, [(run, as_bytes(tensor)) for run, tensor in content])
     os.close(descriptor)
     mapped = map_file(path)
-    assert [hash_run(mapped, run) for run, _ in content] == digests
-    return [Run(0, len(header), len(header), 1), *(run for run, _ in content)]
+    assert all(hash_run(mapped, run) == digest for run, digest in written)
+    return [Run(0, len(header), len(header), 1), *(run for run, _ in written)]
+
+
+def as_bytes(tensor: Tensor) -> Bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def pieces_of(rng: random.Random, places: tuple[Place, ...], tensor: Tensor) -> Iterator[tuple[Run, Tensor]]:
@@ -144,3 +154,43 @@ def test_whole_rows_are_one_write_and_columns_are_strided() -> None:
 def test_integers_are_not_weights() -> None:
     with pytest.raises(CheckpointError, match=r"torch\.int64 cannot be saved"):
         plan_files("model", {"a": (2,)}, {"a": torch.int64})
+
+
+def test_neighbours_are_written_together_and_hashed_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, calls, original = tmp_path / "file", [], os.pwritev
+    content = np.random.default_rng(0).integers(0, 256, 3_000_000, dtype=np.uint8)
+    path.write_bytes(bytes(content.size + 10))
+    cuts = [0, 5, 5, 300, 1_000_000, 2_999_999, content.size]
+    pieces = [(Run(10 + a, b - a, b - a, 1), content[a:b]) for a, b in pairwise(cuts)]
+
+    def cut_off(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        """As the kernel may: not all of it at once."""
+        calls.append(offset)
+        data = b"".join(buffers)
+        return original(descriptor, [data[: max(1, len(data) * 2 // 3)]], offset)
+
+    monkeypatch.setattr(os, "pwritev", cut_off)
+    descriptor = os.open(path, os.O_WRONLY)
+    apart = [(Run(3, 2, 2, 1), content[:2]), (Run(5, 1, 2, 2), content[:2]), *pieces]
+    written = write_runs(descriptor, apart)
+    os.close(descriptor)
+    assert [run for run, _ in written] == [Run(3, 2, 2, 1), Run(5, 1, 2, 2), Run(10, content.size, content.size, 1)]
+    assert written[-1][1] == f"{zlib.crc32(content):08x}"
+    found = path.read_bytes()
+    assert found[10:] == content.tobytes() and len(calls) > 12
+    assert (found[3:5], found[5:8:2]) == (content[:2].tobytes(), content[:2].tobytes())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_checkpoints_of_earlier_versions_are_read(version: int, tmp_path: Path) -> None:
+    """They have SHA-256, version 1 of whole files only."""
+    content = b"0123456789"
+    (tmp_path / "file").write_bytes(content)
+    digests = [hashlib.sha256(part).hexdigest() for part in (content[:4], content[4::2], content[5::2], content)]
+    ranges = [[0, 4, 4, 1, digests[0]], [4, 1, 2, 3, digests[1]], [5, 1, 2, 3, digests[2]]]
+    entry = {"size": 10, "ranges": ranges} if version == 2 else {"size": 10, "sha256": digests[3]}
+    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": version, "files": {"file": entry}}))
+    check_hashes(tmp_path)
+    (tmp_path / "file").write_bytes(b"012345678x")
+    with pytest.raises(CheckpointError, match=r"file is corrupt \(its sha256 differs"):
+        check_hashes(tmp_path)

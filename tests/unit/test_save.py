@@ -119,9 +119,9 @@ def test_ck_03_what_changes_after_the_copy_is_not_saved(savers: Savers, monkeypa
 def test_the_next_save_waits_for_the_one_before(savers: Savers, monkeypatch: pytest.MonkeyPatch) -> None:
     both, order, original = savers(), [], Saver._save
 
-    def noted(self: Saver, mine: Snapshot, note: str) -> None:
+    def noted(self: Saver, mine: Snapshot, note: str, copy: bool) -> None:
         order.append(("begin", self.rank, mine.step))
-        original(self, mine, note)
+        original(self, mine, note, copy)
         order.append(("end", self.rank, mine.step))
 
     monkeypatch.setattr(Saver, "_save", noted)
@@ -141,14 +141,14 @@ def test_a_rank_that_cannot_write_is_named_by_both_and_leaves_nothing(
 ) -> None:
     both = savers()
     save_step(both, 1)
-    original = save.write_run
+    original = save.write_runs
 
-    def full(descriptor: int, run: Any, content: Any) -> str:
+    def full(descriptor: int, content: Any) -> Any:
         if threading.current_thread() in both[1]._pool._threads:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(descriptor, run, content)
+        return original(descriptor, content)
 
-    monkeypatch.setattr(save, "write_run", full)
+    monkeypatch.setattr(save, "write_runs", full)
     for saver in both:
         saver.start(snapshot(saver.rank, 2))
     with pytest.raises(CheckpointError, match=r"^step 2 could not be saved .*No space left on device"):
@@ -235,6 +235,6 @@ def test_ranks_share_the_checking_of_hashes(tmp_path: Path, savers: Savers) -> N
         except CheckpointError as error:
             found.append(str(error))
     (message,) = found  # one of them reads the byte
-    assert "exp_avg.safetensors is corrupt (its SHA-256 differs in bytes" in message
+    assert "exp_avg.safetensors is corrupt (its crc32 differs in bytes" in message
     assert latest_checkpoint(tmp_path, pytest.fail) == path
     assert latest_checkpoint(tmp_path, pytest.fail, skip=[path]) is None

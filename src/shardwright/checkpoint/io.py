@@ -6,7 +6,7 @@
       config.json  model.safetensors  tokenizer.json ...   a Hugging Face folder (several files and an index if it is large)
       state/KIND.safetensors                               one file per kind of optimizer state, by our names
       run.json                                             step, samples, kinds and whatever else the run needs
-      manifest.json                                        size and SHA-256 of every range of every file above, written last
+      manifest.json                                        size and hash of every range of every file above, written last
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ from shardwright.checkpoint.manifest import (
     put_in_place,
     read_manifest,
     step_of,
-    sync_directory,
-    sync_file,
+    sync_all,
 )
 from shardwright.errors import CheckpointError, ConfigError, ShardwrightError
 
@@ -129,12 +128,11 @@ class RemoteStore:
                 target = partial / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._fs.get_file(f"{stored.path}/{name}", str(target))
-                if (size := sync_file(target)) != entry.size:
+                if (size := target.stat().st_size) != entry.size:
                     raise CheckpointError(f"{self._named(stored)}/{name} has {size} bytes instead of {entry.size}")
             (partial / MANIFEST).write_bytes(content)
-            sync_file(partial / MANIFEST)
-            for directory in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
-                sync_directory(directory)
+            with ThreadPoolExecutor(4) as pool:
+                sync_all([*partial.rglob("*"), partial], pool)
             put_in_place(partial, final)
         return final
 

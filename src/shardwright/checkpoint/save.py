@@ -13,14 +13,13 @@ that fails leaves a note too: rank 0 then removes what there is, and both raise 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -41,21 +40,20 @@ from shardwright.checkpoint.files import (
 from shardwright.checkpoint.manifest import (
     PARTIAL,
     FileEntry,
-    HashedRun,
     leftovers,
     put_in_place,
     rotate,
     write_manifest,
 )
 from shardwright.checkpoint.remote import RemoteStore, Uploader
-from shardwright.checkpoint.runs import Place, Run, parts, uncovered, write_run
+from shardwright.checkpoint.runs import HashedRun, Place, Run, hash_bytes, parts, uncovered, write_runs
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.specs import parameter_specs
 from shardwright.errors import CheckpointError, ConfigError, ShardwrightError
 
 RUN = "run.json"
 STATE = "state"
-POLL_S = 0.005
+LEAST_POLL_S, MOST_POLL_S = 0.0005, 0.02
 
 
 @dataclass(frozen=True)
@@ -153,9 +151,11 @@ class Saver:
         self._reached = on_point or (lambda name: None)
         self.uploads = None if store is None or rank else Uploader(store, keep_last, keep_every)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._flushing = ThreadPoolExecutor(4, thread_name_prefix="flush")
         self._running: Future[None] | None = None
         self._copied, self._cancelled = Event(), Event()
         self._count = 0
+        self._planned: tuple[dict[str, tuple[hf.Shapes, Dtypes]], _Plan] | None = None
 
     # -- what training calls -----------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class Saver:
         self.times = SaveTimes()
         self._count += 1
         self._copied.clear()
-        self._running = self._pool.submit(self._save, snapshot, f"{self.token}-{self._count}")
+        self._running = self._pool.submit(self._save, snapshot, f"{self.token}-{self._count}", copy=True)
         return self.root / f"step-{snapshot.step}"
 
     def save(self, snapshot: Snapshot) -> Path:
@@ -173,7 +173,7 @@ class Saver:
         self.wait()
         self.times = SaveTimes()
         self._count += 1
-        self._save(snapshot, f"{self.token}-{self._count}")
+        self._save(snapshot, f"{self.token}-{self._count}", copy=False)
         return self.root / f"step-{snapshot.step}"
 
     def wait_copied(self) -> None:
@@ -204,6 +204,7 @@ class Saver:
         """Give up a save and an upload under way and free the threads."""
         self._cancelled.set()
         self._pool.shutdown(wait=True)
+        self._flushing.shutdown(wait=True)
         if self.uploads is not None:
             self.uploads.close()
 
@@ -217,12 +218,12 @@ class Saver:
 
     # -- one save ----------------------------------------------------------------------------------
 
-    def _save(self, snapshot: Snapshot, note: str) -> None:
+    def _save(self, snapshot: Snapshot, note: str, copy: bool) -> None:
         partial = self.root / f"step-{snapshot.step}{PARTIAL}"
         processor = time.thread_time()
         try:
             plan = self._plan(snapshot)
-            copies = self._copy(snapshot, plan)
+            copies = self._copy(snapshot, plan, copy)
             if self.rank == 0:
                 self._prepare(partial, plan, note)
             start = time.perf_counter()
@@ -249,17 +250,26 @@ class Saver:
             self._copied.set()
 
     def _plan(self, snapshot: Snapshot) -> _Plan:
+        """The plan of this checkpoint: that of the one before, where names, shapes and dtypes are as they were."""
+        hf.check_tokenizer(self.tokenizer_folder)
+        groups = {"": snapshot.weights, **snapshot.optimizer}
+        key = {kind: (group.shapes, group.dtypes) for kind, group in groups.items()}
+        if self._planned is None or self._planned[0] != key:
+            self._planned = key, self._make_plan(snapshot)
+        plan = self._planned[1]
+        return replace(plan, texts=plan.texts | {RUN: snapshot.run_text()})
+
+    def _make_plan(self, snapshot: Snapshot) -> _Plan:
         config, specs, weights = self.config, parameter_specs(self.config), snapshot.weights
         expected = {name: spec.shape for name, spec in specs.items()}
         hf.check_shapes(f"{config.name}: the weights given", expected, weights.shapes, "give every parameter in full")
-        hf.check_tokenizer(self.tokenizer_folder)
         tensors = hf.hf_names(config)
         shapes = {tensor.name: tensor.shape(specs) for tensor in tensors}
         dtypes = {tensor.name: weights.dtypes[tensor.parts[0]] for tensor in tensors}
         found = plan_files("model", shapes, dtypes, self.shard_bytes)
         files = {file.name: file for file in found}
         narrow = min(dtypes.values(), key=lambda dtype: dtype.itemsize)
-        texts = {RUN: snapshot.run_text(), "config.json": hf.config_text(config, narrow)}
+        texts = {"config.json": hf.config_text(config, narrow)}
         if len(found) > 1:
             texts[hf.INDEX] = index_text(found)
         optimizer = {}
@@ -288,8 +298,9 @@ class Saver:
                     allocate(opened.fileno(), 0, file.size)
         (partial / f"{note}.prepared").touch()
 
-    def _copy(self, snapshot: Snapshot, plan: _Plan) -> dict[str, list[tuple[Run, Tensor]]]:
-        """What this rank writes, by file, on the CPU and in the order of the file; then the snapshot is free to change."""
+    def _copy(self, snapshot: Snapshot, plan: _Plan, copy: bool) -> dict[str, list[tuple[Run, Tensor]]]:
+        """What this rank writes, by file, on the CPU and in the order of the file; with ``copy`` the snapshot is then free
+        to change, without it what can be written as it is stays where it is."""
         start = time.perf_counter()
         copies: dict[str, list[tuple[Run, Tensor]]] = {name: [] for name in plan.files}
         groups = [(snapshot.weights, plan.weights)]
@@ -300,8 +311,11 @@ class Saver:
                 dtype = group.dtypes[piece.name]
                 for part in parts(places[piece.name], piece.slices, piece.start, stop, dtype.itemsize):
                     view = part.take(piece.data.detach(), piece.start)
-                    copy = torch.empty(view.shape, dtype=dtype).copy_(view)
-                    copies[part.file].append((part.run, copy.view(-1)))
+                    if copy or view.dtype != dtype or view.device.type != "cpu" or not view.is_contiguous():
+                        view = torch.empty(view.shape, dtype=dtype).copy_(view)
+                    copies[part.file].append((part.run, view.view(-1)))
+        for content in copies.values():
+            content.sort(key=lambda item: item[0].offset)
         self.times.copy = time.perf_counter() - start
         self._copied.set()
         return copies
@@ -309,17 +323,23 @@ class Saver:
     def _write(
         self, partial: Path, copies: Mapping[str, list[tuple[Run, Tensor]]], plan: _Plan
     ) -> dict[str, list[HashedRun]]:
-        """Write and flush; every run with its hash, by file."""
+        """Write and flush, one file while others are flushed; every run with its hash, by file."""
         written: dict[str, list[HashedRun]] = {}
+        flushes = []
         for name, planned in plan.files.items():
             if name.startswith(STATE) and not any(done.startswith(STATE) for done in written):
                 self._reached("weights_written")
-            written[name] = _write_file(partial / name, copies[name])
+            written[name] = []
+            if copies[name] or self.rank == 0:  # rank 0 has written the header
+                written[name], flush = _write_file(partial / name, copies[name], self._flushing)
+                flushes.append(flush)
             if self.rank == 0:
                 length = len(planned.header)
-                written[name].append((Run(0, length, length, 1), hashlib.sha256(planned.header).hexdigest()))
+                written[name].append((Run(0, length, length, 1), hash_bytes(planned.header)))
             self.times.num_bytes += sum(run.num_bytes for run, _ in copies[name])
             self._check_cancelled(partial)
+        for flush in flushes:
+            flush.result()
         self._reached("state_written")
         return written
 
@@ -327,7 +347,7 @@ class Saver:
 
     def _await(self, path: Path, partial: Path, note: str) -> None:
         """Return when ``path`` is there. Raises `CheckpointError` if a rank has failed or time is up."""
-        deadline = time.monotonic() + self.timeout_s
+        deadline, pause = time.monotonic() + self.timeout_s, LEAST_POLL_S
         while not path.exists():
             for failed in partial.glob(f"{note}.failed-*"):
                 raise CheckpointError(f"rank {failed.name.rpartition('-')[2]}: {failed.read_text(encoding='utf-8')}")
@@ -337,7 +357,8 @@ class Saver:
                     f"{path} did not appear within {self.timeout_s:g} s: another rank is slow or gone, or the ranks do not "
                     "share the run folder; give a folder that all of them see, or raise train.timeout_s"
                 )
-            time.sleep(POLL_S)
+            time.sleep(pause)
+            pause = min(MOST_POLL_S, pause * 1.5)
 
     def _check_cancelled(self, partial: Path) -> None:
         if self._cancelled.is_set():
@@ -373,7 +394,7 @@ class Saver:
             entries[name] = FileEntry(size, tuple(sorted(hashed, key=lambda item: item[0].offset)))
         for path in partial.glob(f"{self.token}-*"):
             path.unlink()
-        write_manifest(partial, entries)
+        write_manifest(partial, entries, self._flushing)
         self._reached("manifest_written")
         final = self.root / f"step-{step}"
         put_in_place(partial, final)
@@ -382,11 +403,21 @@ class Saver:
         rotate(self.root, step, self.keep_last, self.keep_every, busy)
 
 
-def _write_file(path: Path, content: Sequence[tuple[Run, Tensor]]) -> list[HashedRun]:
+def _write_file(
+    path: Path, content: Sequence[tuple[Run, Tensor]], flushing: Executor
+) -> tuple[list[HashedRun], Future[None]]:
+    """Write, and begin to flush; the runs with their hashes."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
-        hashed = [(run, write_run(descriptor, run, tensor.view(torch.uint8).numpy())) for run, tensor in content]
+        hashed = write_runs(descriptor, [(run, tensor.view(torch.uint8).numpy()) for run, tensor in content])
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return hashed, flushing.submit(_flush, descriptor)
+
+
+def _flush(descriptor: int) -> None:
+    try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return hashed
