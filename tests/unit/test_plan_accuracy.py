@@ -173,7 +173,8 @@ def test_every_stack_has_a_source_and_constants_within_bounds() -> None:
         assert found.source
         assert found.rows > 0
         assert found.held_out_mape > 0
-        for field in found.fields:
+        assert bool(found.memory_fields) == (found.memory_rows > 0) == (found.held_out_memory_mape > 0)
+        for field in (*found.fields, *found.memory_fields):
             low, high = BOUNDS[field]
             assert low * 0.999 <= getattr(stack, field) <= high * 1.001, (name, field)
     for chip in CHIPS.values():

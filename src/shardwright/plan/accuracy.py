@@ -28,6 +28,8 @@ from shardwright.plan.serving_rows import LOW_CONCURRENCY, ServingCase, read_run
 from shardwright.plan.stack import stack_of
 from shardwright.plan.step_time import Pricer
 
+MEMORY_LOW, MEMORY_HIGH = -3.0, 8.0
+"""Per cent within which a predicted peak of memory should lie: too low is worse."""
 LEAST_LAYOUTS = 3
 """Layouts of one model below which a choice among them is not judged."""
 
@@ -151,7 +153,11 @@ def _group(found: Sequence[Case | Refused]) -> dict[str, Any]:
         result["straw_man"] = errors(straw_man(priced), measured)
         result |= _choices(priced, predicted)
     if memory:
-        result["memory"] = {"rows": len(memory), **errors(*zip(*memory, strict=True))}
+        signed = [100 * (said / real - 1) for said, real in memory]
+        result["memory"] = {
+            "rows": len(memory), **errors(*zip(*memory, strict=True)), "lowest": min(signed), "highest": max(signed),
+            "within": sum(MEMORY_LOW <= apart <= MEMORY_HIGH for apart in signed),
+        }  # fmt: skip
     if too_large["rows"]:
         result["out_of_memory"] = too_large
     return result
@@ -222,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )  # fmt: skip
         if "memory" in group:
             console.print(
-                f"{name}: device memory {group['memory']['mape']:.1f} % off, {group['memory']['bias']:+.1f} %"
+                f"{name}: peak memory {group['memory']['mape']:.1f} % off, {group['memory']['bias']:+.1f} %; "
+                f"{group['memory']['within']} of {group['memory']['rows']} rows {MEMORY_LOW:+.0f} to {MEMORY_HIGH:+.0f} %"
             )
     return 0
 

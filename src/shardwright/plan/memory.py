@@ -42,8 +42,9 @@ from shardwright.schedule.make import make_schedule
 PARAMETER_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4}
 """Bytes of a working parameter; 2 in the other precisions."""
 GRADIENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-WALKED_ROUNDS = 3
-"""Of pp micro-batches each, after which buffers have been as full as they will be."""
+WALKED_ROUNDS, LEAST_WALKED = 3, 4
+"""Rounds of pp micro-batches each, and micro-batches at least, after which buffers have been as full as they will be: two
+buffers are on their way, and from a bucket's second reduction on there is a shard beside each."""
 
 
 def optimizer_bytes(precision: str, stack: Stack | None = None) -> float:
@@ -236,7 +237,7 @@ def _schedule(name: str, pp: int, virtual: int, microbatches: int) -> Schedule:
 
 def _walked(layout: Layout) -> int:
     """Micro-batches after which nothing new is held: the rounds of a steady state, by multiples of pp."""
-    most = WALKED_ROUNDS * layout.pp + layout.microbatches % layout.pp
+    most = max(LEAST_WALKED, WALKED_ROUNDS * layout.pp + layout.microbatches % layout.pp)
     return layout.microbatches if layout.schedule.startswith("file:") else min(layout.microbatches, most)
 
 
