@@ -114,6 +114,10 @@ def verify(
     most_ranks: Annotated[int, typer.Option(min=1, help="Most ranks of a layout (all axes at once may take 16).")] = 8,
     least: Annotated[int, typer.Option(min=1, help="Least number of layouts of --matrix.")] = 60,
     out: Annotated[Path | None, typer.Option(help="Folder of --matrix: results that are resumed, and report.html.")] = None,
+    gradients: Annotated[
+        Path | None,
+        typer.Option("--write-gradients", help="Folder for the gradients of the layout and of one process, as safetensors."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a layout with one process: loss, every gradient, every updated parameter, every byte."""
@@ -123,6 +127,8 @@ def verify(
 
     console = Console(quiet=as_json or not _is_main())
     folder = out or Path(settings.train.run_dir).parent / "verify"
+    if gradients is not None and (matrix or mutate == command.EVERYTHING):
+        raise typer.BadParameter("--write-gradients is for one layout; leave --matrix out and name what --mutate breaks")
     if matrix:
         if mutate is not None or layout is not None:
             raise typer.BadParameter("--matrix chooses its layouts and breaks nothing; leave --layout and --mutate out")
@@ -130,7 +136,7 @@ def verify(
     elif mutate == command.EVERYTHING:
         answer = command.mutations(settings, folder, steps, console)
     else:
-        answer = command.one_layout(settings, steps, mutate, console)
+        answer = command.one_layout(settings, steps, mutate, gradients, console)
     if as_json and _is_main():
         _print_json(answer)
     raise typer.Exit(0 if answer["passed"] else 1)

@@ -172,6 +172,16 @@ def test_verify_has_the_keys_of_the_contract(short: dict[str, Any]) -> None:
     assert isinstance(found["worst"], str)
 
 
+def test_verify_writes_the_gradients_of_both_as_files(short: dict[str, Any], tmp_path: Path) -> None:
+    words = ["verify", TINY, "--layout", "dp=2", "--steps", "1", "--write-gradients", str(tmp_path), "--json", *sets(**short)]
+    found = shardwright(*words).json()
+    assert found["passed"] and found["gradient_files"]["max_rel_diff"] <= found["gradient_files"]["tolerance"] == 1e-5
+    for name in ("layout", "reference"):
+        assert (tmp_path / name / "step-0" / "state" / "gradients.safetensors").is_file()
+    again = shardwright(*words)
+    assert again.code == 2 and "holds gradients already; remove them, or give another folder" in again.err
+
+
 def test_verify_says_no_when_the_reduction_is_left_out(short: dict[str, Any]) -> None:
     broken = ("--mutate", "drop-gradient-all-reduce")
     outcome = shardwright("verify", TINY, "--layout", "dp=2", "--steps", "1", *broken, *sets(**short))

@@ -16,9 +16,10 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardwright.checkpoint.io import CheckpointState, load_checkpoint, save_checkpoint
+from shardwright.checkpoint.io import CheckpointState, load_checkpoint, save_checkpoint, whole
 from shardwright.checkpoint.manifest import MANIFEST, check_hashes
 from shardwright.checkpoint.remote import RemoteStore, Uploader, check_store
+from shardwright.checkpoint.save import Saver, Snapshot
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.specs import parameter_specs
 from shardwright.errors import CheckpointError, ConfigError
@@ -252,11 +253,8 @@ def test_while_one_is_copied_only_the_newest_and_those_to_keep_wait(tmp_path: Pa
 
 
 def test_a_checkpoint_stays_here_until_it_is_copied(tmp_path: Path) -> None:
-    from shardwright.checkpoint.io import _whole
-    from shardwright.checkpoint.save import Saver, Snapshot
-
     def snapshot(step: int) -> Snapshot:
-        return Snapshot(step, 0, _whole({name: torch.full(spec.shape, float(step)) for name, spec in SPECS.items()}))
+        return Snapshot(step, 0, whole({name: torch.full(spec.shape, float(step)) for name, spec in SPECS.items()}))
 
     store, Objects.go = RemoteStore(URL), threading.Event()
     with Saver(tmp_path, CONFIG, keep_last=1, store=store) as saver:

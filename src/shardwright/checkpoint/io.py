@@ -52,12 +52,13 @@ def save_checkpoint(root: Path | str, state: CheckpointState, config: ModelConfi
     never touched. Raises `CheckpointError` if the disk is full or not writable: then nothing is left of the new
     checkpoint and the others are as before.
     """
-    optimizer = {kind: _whole(tensors) for kind, tensors in state.optimizer.items()}
+    optimizer = {kind: whole(tensors) for kind, tensors in state.optimizer.items()}
     with Saver(root, config, **options) as saver:
-        return saver.save(Snapshot(state.step, state.samples, _whole(state.weights), optimizer, state.extra))
+        return saver.save(Snapshot(state.step, state.samples, whole(state.weights), optimizer, state.extra))
 
 
-def _whole(tensors: Mapping[str, Tensor]) -> Group:
+def whole(tensors: Mapping[str, Tensor]) -> Group:
+    """Full tensors that one process writes alone."""
     pieces = [
         Piece(name, tuple(slice(0, size) for size in tensor.shape), 0, tensor.contiguous().view(-1))
         for name, tensor in tensors.items()
@@ -87,7 +88,7 @@ def load_checkpoint(
     if need_optimizer:
         if not run["optimizer"]:
             raise CheckpointError(f"{path} holds no optimizer state; start a run from its weights (train.init_from)")
-        optimizer = {kind: _read_kind(path, kind, expected) for kind in run["optimizer"]}
+        optimizer = {kind: read_kind(path, kind, expected) for kind in run["optimizer"]}
     return CheckpointState(run["step"], run["samples"], weights, optimizer, run["extra"])
 
 
@@ -109,7 +110,7 @@ def read_run(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / RUN} cannot be used ({type(error).__name__}: {error})") from None
 
 
-def _read_kind(path: Path, kind: str, expected: hf.Shapes) -> dict[str, Tensor]:
+def read_kind(path: Path, kind: str, expected: hf.Shapes) -> dict[str, Tensor]:
     """One kind of optimizer state. Frozen parameters have none, so a name may be absent but not unknown."""
     file = path / STATE / f"{kind}.safetensors"
     files = [file] if file.is_file() else sorted(file.parent.glob(f"{kind}-?????-of-?????.safetensors"))

@@ -62,9 +62,9 @@ class FileEntry:
 
 
 def write_manifest(folder: Path, written: Mapping[str, FileEntry], pool: Executor) -> None:
-    """Write the manifest of ``folder``; then all of the folder is on the disk. Raises OSError.
+    """Write the manifest of ``folder``, and flush it, the folders and all files but those ``written``, in ``pool``.
 
-    ``written`` are files that others have flushed and hashed; all others are hashed here, and flushed in ``pool``.
+    ``written`` are files that others have hashed, and flush. Raises OSError.
     """
     entries = dict(written)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}

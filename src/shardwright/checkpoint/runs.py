@@ -4,9 +4,9 @@ What a rank holds is an interval of its slice's elements in row-major order (all
 In the file the slice is rows and columns of a matrix, so an interval is at most a part of a row, whole rows and a part of
 a row: three rectangles. A tensor of three dims is one matrix for each index of its first dim.
 
-Bytes are hashed with CRC-32 as they are written, piece by piece, while a piece is in the processor's cache: two times the speed
-of writing, where SHA-256 has half of it even with the processor's own instructions (docs/log.md). A hash is to notice bytes
-that changed by accident, not by somebody's will.
+Bytes are hashed with CRC-32 as they are written, piece by piece, while a piece is in the processor's cache. That takes about
+as long as the write into the page cache, SHA-256 three times as long even with the processor's own instructions (docs/log.md).
+A hash is to notice bytes that changed by accident, not by somebody's will.
 """
 
 from __future__ import annotations

@@ -80,12 +80,13 @@ class Group:
 class Snapshot:
     """A run after ``step`` optimizer steps on ``samples`` samples, as one rank has it: views of what goes on changing.
 
-    ``optimizer`` maps a kind of state (``exp_avg``, ``master``, ...) to its tensors, ``extra`` is anything that JSON can hold.
+    ``weights`` of None: there is no model in the folder, only ``optimizer``, which maps a kind of state (``exp_avg``,
+    ``master``, ...) to its tensors. ``extra`` is anything that JSON can hold.
     """
 
     step: int
     samples: int
-    weights: Group
+    weights: Group | None
     optimizer: Mapping[str, Group] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -151,7 +152,7 @@ class Saver:
         self._reached = on_point or (lambda name: None)
         self.uploads = None if store is None or rank else Uploader(store, keep_last, keep_every)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._flushing = ThreadPoolExecutor(4, thread_name_prefix="flush")
+        self._flushing = ThreadPoolExecutor(8, thread_name_prefix="flush")
         self._running: Future[None] | None = None
         self._copied, self._cancelled = Event(), Event()
         self._count = 0
@@ -228,11 +229,13 @@ class Saver:
                 self._prepare(partial, plan, note)
             start = time.perf_counter()
             self._await(partial / f"{note}.prepared", partial, note)
-            written = self._write(partial, copies, plan)
+            written, flushes = self._write(partial, copies, plan)
+            if self.rank:
+                _wait_for(flushes)
             self.times.write = time.perf_counter() - start
             self.times.processor = time.thread_time() - processor
             if self.rank == 0:
-                self._commit(partial, plan, self._all_written(partial, note, written), snapshot.step)
+                self._commit(partial, plan, self._all_written(partial, note, written), flushes, snapshot.step)
             else:
                 ranges = {name: FileEntry(0, tuple(hashed)).to_json()["ranges"] for name, hashed in written.items()}
                 hf.write_text(partial / f"{note}.rank-{self.rank}", json.dumps(ranges))
@@ -253,31 +256,33 @@ class Saver:
         """The plan of this checkpoint: that of the one before, where names, shapes and dtypes are as they were."""
         hf.check_tokenizer(self.tokenizer_folder)
         groups = {"": snapshot.weights, **snapshot.optimizer}
-        key = {kind: (group.shapes, group.dtypes) for kind, group in groups.items()}
+        key = {kind: (group.shapes, group.dtypes) for kind, group in groups.items() if group is not None}
         if self._planned is None or self._planned[0] != key:
             self._planned = key, self._make_plan(snapshot)
         plan = self._planned[1]
         return replace(plan, texts=plan.texts | {RUN: snapshot.run_text()})
 
     def _make_plan(self, snapshot: Snapshot) -> _Plan:
-        config, specs, weights = self.config, parameter_specs(self.config), snapshot.weights
+        plan = _Plan({}, {}, {}, {}) if snapshot.weights is None else self._plan_weights(snapshot.weights)
+        for kind, group in snapshot.optimizer.items():
+            planned = plan_files(f"{STATE}/{kind}", group.shapes, group.dtypes, self.shard_bytes)
+            plan.files.update((file.name, file) for file in planned)
+            plan.optimizer[kind] = plain_places(group.shapes, planned, group.dtypes)
+        return plan
+
+    def _plan_weights(self, weights: Group) -> _Plan:
+        config, specs = self.config, parameter_specs(self.config)
         expected = {name: spec.shape for name, spec in specs.items()}
         hf.check_shapes(f"{config.name}: the weights given", expected, weights.shapes, "give every parameter in full")
         tensors = hf.hf_names(config)
         shapes = {tensor.name: tensor.shape(specs) for tensor in tensors}
         dtypes = {tensor.name: weights.dtypes[tensor.parts[0]] for tensor in tensors}
-        found = plan_files("model", shapes, dtypes, self.shard_bytes)
-        files = {file.name: file for file in found}
+        files = plan_files("model", shapes, dtypes, self.shard_bytes)
         narrow = min(dtypes.values(), key=lambda dtype: dtype.itemsize)
         texts = {"config.json": hf.config_text(config, narrow)}
-        if len(found) > 1:
-            texts[hf.INDEX] = index_text(found)
-        optimizer = {}
-        for kind, group in snapshot.optimizer.items():
-            planned = plan_files(f"{STATE}/{kind}", group.shapes, group.dtypes, self.shard_bytes)
-            files |= {file.name: file for file in planned}
-            optimizer[kind] = plain_places(group.shapes, planned, group.dtypes)
-        return _Plan(files, weight_places(tensors, specs, found), optimizer, texts)
+        if len(files) > 1:
+            texts[hf.INDEX] = index_text(files)
+        return _Plan({file.name: file for file in files}, weight_places(tensors, specs, files), {}, texts)
 
     def _prepare(self, partial: Path, plan: _Plan, note: str) -> None:
         """Files in their full size, so that a full disk is noticed before anything is written."""
@@ -303,8 +308,9 @@ class Saver:
         to change, without it what can be written as it is stays where it is."""
         start = time.perf_counter()
         copies: dict[str, list[tuple[Run, Tensor]]] = {name: [] for name in plan.files}
-        groups = [(snapshot.weights, plan.weights)]
-        groups += [(group, plan.optimizer[kind]) for kind, group in snapshot.optimizer.items()]
+        groups = [(group, plan.optimizer[kind]) for kind, group in snapshot.optimizer.items()]
+        if snapshot.weights is not None:
+            groups.insert(0, (snapshot.weights, plan.weights))
         for group, places in groups:
             for piece in group.pieces:
                 stop = piece.start + piece.data.numel()
@@ -322,8 +328,8 @@ class Saver:
 
     def _write(
         self, partial: Path, copies: Mapping[str, list[tuple[Run, Tensor]]], plan: _Plan
-    ) -> dict[str, list[HashedRun]]:
-        """Write and flush, one file while others are flushed; every run with its hash, by file."""
+    ) -> tuple[dict[str, list[HashedRun]], list[Future[None]]]:
+        """Write, one file while others are flushed: every run with its hash, by file, and the flushes under way."""
         written: dict[str, list[HashedRun]] = {}
         flushes = []
         for name, planned in plan.files.items():
@@ -338,10 +344,8 @@ class Saver:
                 written[name].append((Run(0, length, length, 1), hash_bytes(planned.header)))
             self.times.num_bytes += sum(run.num_bytes for run, _ in copies[name])
             self._check_cancelled(partial)
-        for flush in flushes:
-            flush.result()
         self._reached("state_written")
-        return written
+        return written, flushes
 
     # -- meeting in the folder -----------------------------------------------------------------------
 
@@ -385,7 +389,14 @@ class Saver:
         except OSError:
             return  # the disk is full, or the folder is gone; this rank's own error says so
 
-    def _commit(self, partial: Path, plan: _Plan, written: Mapping[str, list[HashedRun]], step: int) -> None:
+    def _commit(
+        self,
+        partial: Path,
+        plan: _Plan,
+        written: Mapping[str, list[HashedRun]],
+        flushes: Sequence[Future[None]],
+        step: int,
+    ) -> None:
         entries = {}
         for name, hashed in written.items():
             size = plan.files[name].size
@@ -395,6 +406,7 @@ class Saver:
         for path in partial.glob(f"{self.token}-*"):
             path.unlink()
         write_manifest(partial, entries, self._flushing)
+        _wait_for(flushes)
         self._reached("manifest_written")
         final = self.root / f"step-{step}"
         put_in_place(partial, final)
@@ -414,6 +426,11 @@ def _write_file(
         os.close(descriptor)
         raise
     return hashed, flushing.submit(_flush, descriptor)
+
+
+def _wait_for(flushes: Sequence[Future[None]]) -> None:
+    for flush in flushes:
+        flush.result()
 
 
 def _flush(descriptor: int) -> None:

@@ -13,6 +13,7 @@ from shardwright.launch import torchrun_env
 from shardwright.train.display import tokenise_progress
 from shardwright.train.loop import check_start
 from shardwright.verify.broken import break_everything
+from shardwright.verify.gradient_files import check_folder
 from shardwright.verify.matrix import verify_matrix
 from shardwright.verify.mutate import find_mutation
 from shardwright.verify.page import breakage_table, matrix_progress, matrix_table, write_page
@@ -23,13 +24,17 @@ EVERYTHING = "all"
 """The name that stands for every mutation."""
 
 
-def one_layout(config: RunConfig, steps: int, mutation: str | None, console: Console) -> dict[str, Any]:
-    """The run's own layout and model against one process."""
+def one_layout(
+    config: RunConfig, steps: int, mutation: str | None, folder: Path | None, console: Console
+) -> dict[str, Any]:
+    """The run's own layout and model against one process; ``folder`` takes the gradients of both."""
     if mutation is not None:
         find_mutation(mutation)
     check_start(config)
+    if folder is not None:
+        check_folder(folder)
     with tokenise_progress(console, quiet=console.quiet) as progress:
-        result = verify(config, steps, mutation=mutation, progress=progress)
+        result = verify(config, steps, mutation=mutation, folder=folder, progress=progress)
     console.print(verification_table(result))
     console.print(_verdict(result.passed))
     return result.to_json()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from shardwright.plan.dispatch import Dispatches
 from shardwright.train.data import MicroBatch, TrainSampler, collate, open_blend
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.step import Trainer
+from shardwright.verify.gradient_files import LAYOUT, REFERENCE, GradientWriter, read_gradients, write_reference
 from shardwright.verify.mutate import UNBROKEN, find_mutation
 from shardwright.verify.reference import Trace, reference_run
 from shardwright.verify.routing import NotedChoices, Replayed, check_comparable, rounds_choices
@@ -77,7 +79,13 @@ def max_rel_diff(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tuple
 
 
 def trace_rank(
-    env: RankEnv, config: RunConfig, data: PreparedData, steps: int, mutation: str | None, together: bool
+    env: RankEnv,
+    config: RunConfig,
+    data: PreparedData,
+    steps: int,
+    mutation: str | None,
+    together: bool,
+    folder: Path | None,
 ) -> list[Trace]:
     """Join the other ranks of ``config.layout`` and trace ``steps`` steps: this rank's trace, or all ranks' ``together``."""
     if env.world_size > 1:
@@ -85,12 +93,20 @@ def trace_rank(
         mesh = Mesh.distributed(config.layout, env.rank, config.train.timeout_s)
     else:
         mesh = Mesh.solo()
-    trace = trace_steps(mesh, config, data, steps, mutation)
+    trace = trace_steps(mesh, config, data, steps, mutation, folder)
     return mesh.world.gather_objects(trace) if together else [trace]
 
 
-def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, mutation: str | None = None) -> Trace:
-    """Run ``steps`` real training steps on this rank and keep what they show; ``mutation`` breaks one thing."""
+def trace_steps(
+    mesh: Mesh,
+    config: RunConfig,
+    data: PreparedData,
+    steps: int,
+    mutation: str | None = None,
+    folder: Path | None = None,
+) -> Trace:
+    """Run ``steps`` real training steps on this rank and keep what they show; ``mutation`` breaks one thing, ``folder`` takes
+    the gradients as files."""
     broken = find_mutation(mutation) if mutation is not None else UNBROKEN
     trainer = Trainer(config, mesh.wrap(broken.comm))
     broken.trainer(trainer)
@@ -98,8 +114,11 @@ def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, m
     sampler = train_sampler(config, data, mesh.coordinates["dp"])
     mesh.recorder.take()
     trace = Trace()
+    writer = None if folder is None else GradientWriter(folder, trainer)
 
     def keep_gradients(trainer: Trainer) -> None:
+        if writer is not None:
+            writer.write(len(trace.gradients))
         with mesh.recorder.aside():
             trace.gradients.append({name: view.clone() for name, view in trainer.buckets.named("gradients").items()})
 
@@ -114,6 +133,8 @@ def trace_steps(mesh: Mesh, config: RunConfig, data: PreparedData, steps: int, m
         trace.ledgers.append(result.ledger)
         if noted is not None:
             trace.noted.append(noted.take())
+    if writer is not None:
+        writer.close()
     with mesh.recorder.aside():
         trace.parameters = {name: view.clone() for name, view in trainer.named_parameters("master").items()}
         state = trainer.optimizer.named_state()
@@ -182,10 +203,13 @@ class Verification:
     dryrun: Ledger
     measured: Ledger
     differences: list[str]
+    gradient_files: Comparison | None = None
+    """The gradients once more, from files, where they were written."""
 
     @property
     def comparisons(self) -> dict[str, Comparison]:
-        return {name: getattr(self, name) for name in ("loss", "gradients", "parameters", "moments", "norm", "replicas")}
+        names = ("loss", "gradients", "gradient_files", "parameters", "moments", "norm", "replicas")
+        return {name: found for name in names if (found := getattr(self, name)) is not None}
 
     @property
     def passed(self) -> bool:
@@ -218,24 +242,43 @@ def verify(
     steps: int = 3,
     *,
     mutation: str | None = None,
+    folder: Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Verification:
-    """Run ``config.layout`` on real ranks and compare it with one process; parameters are compared under SGD in fp32."""
+    """Run ``config.layout`` on real ranks and compare it with one process; parameters are compared under SGD in fp32.
+
+    Into ``folder`` go the gradients of both as files (`gradient_files`), which are then compared too.
+    """
     config = comparable(config)
     data = prepare_data(config, progress)
-    layout = config.layout
-    started = torchrun_env() is not None
+    layout, env = config.layout, torchrun_env()
+    started = env is not None
     found: list[list[Trace]] = launch(
         trace_rank,
         layout.world_size,
-        (config, data, steps, mutation, started),
+        (config, data, steps, mutation, started, folder),
         layout=str(layout),
         threads_per_rank=config.train.threads,
         timeout_s=config.train.timeout_s,
     )
     traces = found[0] if started else [trace for (trace,) in found]
     reference = reference_run(config, whole_batches(train_sampler(config, data, 0)), steps, traces)
-    return compare(config, traces, reference, dry_steps(config, traces))
+    result = compare(config, traces, reference, dry_steps(config, traces))
+    if folder is not None and (env is None or env.rank == 0):
+        write_reference(folder, config, reference.gradients)
+        result.gradient_files = compare_files(config, folder, steps, result.gradients.tolerance)
+    return result
+
+
+def compare_files(config: RunConfig, folder: Path, steps: int, tolerance: float) -> Comparison:
+    """The gradients of ``folder`` (`gradient_files`): of the layout against those of one process, over all steps."""
+    worst = Comparison(0.0, tolerance, "")
+    for step in range(steps):
+        got, want = (read_gradients(folder / name, config, step) for name in (LAYOUT, REFERENCE))
+        difference, where = max_rel_diff(got, want)
+        if not difference <= worst.max_rel_diff:  # also true for nan
+            worst = Comparison(difference, tolerance, f"step {step} {where}")
+    return worst
 
 
 def dry_steps(config: RunConfig, traces: list[Trace]) -> list[Ledger]:
