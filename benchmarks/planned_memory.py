@@ -31,7 +31,8 @@ from shardwright.errors import ConfigError
 from shardwright.launch import RankEnv, init_process_group, run_local_ranks
 from shardwright.schedule.make import make_schedule
 from shardwright.train.prepare import PreparedData, prepare_data
-from shardwright.train.step import Trainer, check_supported
+from shardwright.train.step import Trainer
+from shardwright.train.supported import check_supported
 from shardwright.verify.memory import PADDING_BYTES, planned_memory
 from shardwright.verify.parity import train_sampler
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranks.kit import TESTS, run_ranks
+from ranks.kit import run_ranks
 from shardwright import DataParallel, ExpertParallel, Layout, Mesh, full_state_dict
 from shardwright.errors import ConfigError
 from shardwright.launch import RankEnv
@@ -425,24 +421,3 @@ def test_data_parallelism_refuses_what_it_cannot_keep_alike() -> None:
         lambda: DataParallel(ExpertParallel(router, made, mesh), mesh),
     )
     refuse(r"gradient_axes of weight is \('pp',\); it must be one of \('cp', 'dp'\)", lambda: DataParallel(odd, mesh))
-
-
-# ------------------------------------------------------------------------------------------ the program
-
-EXAMPLE = TESTS.parent / "examples" / "expert_parallel.py"
-
-
-def losses_in(printed: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss [a-z ]*(\d+\.\d+)", printed)]
-
-
-def test_the_example_learns_the_same_on_two_ranks_as_on_one(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLE), run_name="example")["train"](RankEnv(0, 1, 0, 1, "", "", 30.0))
-    alone = losses_in(capsys.readouterr().out)
-    assert len(alone) == 6 and alone[-1] < 0.3 < alone[0]
-    env = os.environ | {"PYTHONPATH": str(TESTS.parent / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], env=env, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert losses_in(done.stdout) == pytest.approx(alone, abs=2e-5)

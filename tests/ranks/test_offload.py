@@ -21,7 +21,8 @@ from shardwright.ops.gradients import slot_of
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.step import Trainer
 from shardwright.verify.memory import memory_differences
-from shardwright.verify.mutate import OFFLOAD_MUTATIONS, ForwardingComm
+from shardwright.verify.mutate import OFFLOAD_MUTATIONS
+from shardwright.verify.mutate_comms import ForwardingComm
 from shardwright.verify.parity import Trace, train_sampler
 
 pytestmark = pytest.mark.timeout(600)  # the first test makes the runs of all; on busy cores that takes minutes

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import runpy
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranks.kit import TESTS, run_ranks
+from ranks.kit import run_ranks
 from shardwright import DataParallel, Layout, Mesh, Schedule, Stage
 from shardwright.errors import ConfigError, RankError
 from shardwright.launch import RankEnv
@@ -478,24 +473,3 @@ def test_a_stage_that_returns_another_shape_is_named_with_action_and_micro_batch
 def test_a_receive_of_another_shape_names_stage_action_and_micro_batch() -> None:
     with pytest.raises(RankError, match=r"stage 1, action RECV_F1\.2, micro-batch 2"):
         run_ranks(other_shape, 2, "auto", True)
-
-
-# ------------------------------------------------------------------------------------------ the program
-
-EXAMPLE = TESTS.parent / "examples" / "pipeline_mlp.py"
-
-
-def losses_in(printed: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
-
-
-def test_the_example_learns_the_same_on_two_ranks_as_on_one(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLE), run_name="example")["train"](RankEnv(0, 1, 0, 1, "", "", 30.0))
-    alone_losses = losses_in(capsys.readouterr().out)
-    assert len(alone_losses) == 5 and alone_losses[0] > 0.5 and alone_losses[-1] < 0.05
-    env = os.environ | {"PYTHONPATH": str(TESTS.parent / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], env=env, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert losses_in(done.stdout) == pytest.approx(alone_losses, abs=2e-5)

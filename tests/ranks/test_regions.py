@@ -21,7 +21,7 @@ from shardwright.comm.dist import dist_comm
 from shardwright.comm.solo import SoloComm
 from shardwright.comm.transport import transport_maker
 from shardwright.launch import RankEnv
-from shardwright.verify.mutate import ForwardingComm
+from shardwright.verify.mutate_comms import ForwardingComm
 
 WORLDS = (2, 3, 4, 8)
 TRANSPORTS = ("gloo", "shm")

@@ -39,7 +39,7 @@ from shardwright.schedule.action import Action, Kind, Schedule
 from shardwright.schedule.make import make_schedule
 from shardwright.schedule.passes import add_communication, check, split_backward
 from shardwright.train.optim import FlatOptimizer
-from shardwright.verify.mutate import ForwardingComm
+from shardwright.verify.mutate_comms import ForwardingComm
 
 T, D, FFN, V, NUM_BLOCKS = 6, 4, 6, 11, 3
 IGNORE, EPS, NUM_STEPS = -100, 1e-6, 2

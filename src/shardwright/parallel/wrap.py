@@ -119,13 +119,7 @@ class DataParallel(nn.Module):
         self._synchronise = True
         self._reduced = False  # the buffers hold reduced gradients, and nothing was added to them since
         self._backward_pass: int | None = None
-        for bucket in self.buckets.buckets:
-            factor = self._factor(bucket)
-            for name in (member.name for member in bucket.plan.members):
-                parameter = self._trained[name]
-                parameter.grad = None
-                parameter.register_hook(self._before(factor))
-                parameter.register_post_accumulate_grad_hook(self._after(name))
+        self._register_hooks()
         frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._frozen: list[FlatParameters] = []
         self._units: UnitHooks | None = None
@@ -231,6 +225,15 @@ class DataParallel(nn.Module):
                 self._copies.broadcast(dict(self.module.named_buffers()), "buffers")
 
     # -- during backward ---------------------------------------------------------------------------------
+
+    def _register_hooks(self) -> None:
+        for bucket in self.buckets.buckets:
+            factor = self._factor(bucket)
+            for name in (member.name for member in bucket.plan.members):
+                parameter = self._trained[name]
+                parameter.grad = None
+                parameter.register_hook(self._before(factor))
+                parameter.register_post_accumulate_grad_hook(self._after(name))
 
     def _factor(self, bucket: Bucket) -> float:
         """What gradients of a bucket are multiplied by so that its mean is one over all ranks that have samples."""

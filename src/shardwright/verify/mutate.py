@@ -5,14 +5,14 @@ A check that no mutation can turn red proves nothing. New collectives and new ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.base import Comm, ReduceOp, Work
+from shardwright.comm.base import Comm
 from shardwright.core.suggest import did_you_mean
 from shardwright.errors import ConfigError
 from shardwright.model.attention import Attention
@@ -24,189 +24,18 @@ from shardwright.schedule.action import Action, Kind
 from shardwright.train.data import MicroBatch
 from shardwright.train.optim import FlatOptimizer
 from shardwright.train.step import Trainer
-
-
-class ForwardingComm(Comm):
-    """Passes every verb on; a mutation overrides one."""
-
-    def __init__(self, inner: Comm) -> None:
-        self.inner = inner
-        self.axis, self.rank, self.ranks = inner.axis, inner.rank, inner.ranks
-
-    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        return self.inner.all_reduce_start(tensor, op, name=name)
-
-    def reduce_scatter_start(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        return self.inner.reduce_scatter_start(output, tensor, op, name=name)
-
-    def all_gather_start(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        return self.inner.all_gather_start(output, tensor, name=name)
-
-    def all_to_all_start(
-        self, output: Tensor, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
-    ) -> Work:
-        return self.inner.all_to_all_start(output, tensor, send_sizes, receive_sizes, name=name)
-
-    def broadcast(self, tensor: Tensor, root: int = 0, *, name: str) -> Tensor:
-        return self.inner.broadcast(tensor, root, name=name)
-
-    def send(self, tensor: Tensor, to: int, *, name: str) -> Work:
-        return self.inner.send(tensor, to, name=name)
-
-    def receive(self, output: Tensor, source: int, *, name: str) -> Work:
-        return self.inner.receive(output, source, name=name)
-
-    def barrier(self, *, name: str = "barrier") -> None:
-        self.inner.barrier(name=name)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self.inner.gather_objects(value)
-
-    def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.inner.empty(size, dtype, device)
-
-
-class _DropAllReduce(ForwardingComm):
-    """Leaves out all-reduces whose tensor's name starts with ``prefix``."""
-
-    def __init__(self, inner: Comm, prefix: str) -> None:
-        super().__init__(inner)
-        self.prefix = prefix
-
-    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        return Work() if name.startswith(self.prefix) else super().all_reduce_start(tensor, op, name=name)
-
-
-class LeaveOut(ForwardingComm):
-    """Leaves out the collectives over ``axis`` whose tensor has this name (or one that goes on with a dot).
-
-    A reduction then keeps the rank's own part, a gather repeats it, an exchange gives back what was put in, and a send
-    brings zeros.
-    """
-
-    def __init__(self, inner: Comm, tensor: str, axis: str = "tp") -> None:
-        super().__init__(inner)
-        self.tensor, self.meant_axis = tensor, axis
-
-    def _meant(self, name: str) -> bool:
-        return self.axis == self.meant_axis and (name == self.tensor or name.startswith(f"{self.tensor}."))
-
-    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        return Work() if self._meant(name) else super().all_reduce_start(tensor, op, name=name)
-
-    def reduce_scatter_start(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        if not self._meant(name):
-            return super().reduce_scatter_start(output, tensor, op, name=name)
-        output.copy_(tensor.view(self.size, *output.shape)[self.rank])
-        return Work()
-
-    def all_gather_start(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        if not self._meant(name):
-            return super().all_gather_start(output, tensor, name=name)
-        output.view(self.size, *tensor.shape).copy_(tensor.expand(self.size, *tensor.shape))
-        return Work()
-
-    def all_to_all(
-        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, name: str
-    ) -> Tensor:
-        if not self._meant(name):
-            return super().all_to_all(tensor, send_sizes, receive_sizes, name=name)
-        return tensor
-
-    def send(self, tensor: Tensor, to: int, *, name: str) -> Work:
-        return super().send(torch.zeros_like(tensor) if self._meant(name) else tensor, to, name=name)
-
-
-class _LoseSends(ForwardingComm):
-    """Sends zeros instead of the tensors whose name starts with ``prefix``."""
-
-    def __init__(self, inner: Comm, prefix: str) -> None:
-        super().__init__(inner)
-        self.prefix = prefix
-
-    def send(self, tensor: Tensor, to: int, *, name: str) -> Work:
-        return super().send(torch.zeros_like(tensor) if name.startswith(self.prefix) else tensor, to, name=name)
-
-
-class _OwnPart(ForwardingComm):
-    """Leaves out all-reduces over one axis whose tensor's name starts with ``prefix``: the rank's own part stays."""
-
-    def __init__(self, inner: Comm, axis: str, prefix: str) -> None:
-        super().__init__(inner)
-        self.meant, self.prefix = axis, prefix
-
-    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        if self.axis == self.meant and name.startswith(self.prefix):
-            return Work()
-        return super().all_reduce_start(tensor, op, name=name)
-
-
-class _ScaleAllReduce(ForwardingComm):
-    """Averages where a sum is due (the classic factor of the data-parallel size)."""
-
-    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        if name.startswith("gradients"):
-            tensor.div_(self.size)
-        return super().all_reduce_start(tensor, op, name=name)
-
-    def reduce_scatter_start(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        if name.startswith("gradients"):
-            tensor.div_(self.size)
-        return super().reduce_scatter_start(output, tensor, op, name=name)
-
-
-class _OthersShard(ForwardingComm):
-    """Gathers parameters as if each rank had the next one's shard."""
-
-    def all_gather_start(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        work = super().all_gather_start(output, tensor, name=name)
-        if name.startswith("parameters") and self.size > 1:
-            work.wait()
-            rows = output.view(self.size, *tensor.shape)
-            rows.copy_(rows.roll(1, 0))
-            return Work()
-        return work
-
-
-class _ReduceTwice(ForwardingComm):
-    """Reduces what is reduced already."""
-
-    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        if name.startswith("gradients"):
-            super().all_reduce_start(tensor, op, name=name).wait()
-        return super().all_reduce_start(tensor, op, name=name)
-
-
-class _HalfWire(ForwardingComm):
-    """Sends gradients in bf16 although fp32 was asked for."""
-
-    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        if not name.startswith("gradients"):
-            return super().all_reduce_start(tensor, op, name=name)
-        small = tensor.bfloat16()
-        super().all_reduce_start(small, op, name=name).wait()
-        tensor.copy_(small)
-        return Work()
-
-
-class _Drift(ForwardingComm):
-    """The last rank's reduced gradients differ from the others' by one rounding."""
-
-    def all_reduce_start(self, tensor: Tensor, op: ReduceOp = "sum", *, name: str) -> Work:
-        super().all_reduce_start(tensor, op, name=name).wait()
-        if name.startswith("gradients") and self.rank == self.size - 1:
-            tensor.mul_(1 + torch.finfo(tensor.dtype).eps)
-        return Work()
-
-
-class _SwapMetrics(ForwardingComm):
-    """Every rank reports its own loss as if it were everybody's."""
-
-    def all_gather_start(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        work = super().all_gather_start(output, tensor, name=name)
-        work.wait()
-        output.copy_(tensor.repeat(self.size, *[1] * (tensor.dim() - 1)))
-        return Work()
+from shardwright.verify.mutate_comms import (
+    Drift,
+    DropAllReduce,
+    HalfWire,
+    LeaveOut,
+    LoseSends,
+    OthersShard,
+    OwnPart,
+    ReduceTwice,
+    ScaleAllReduce,
+    SwapMetrics,
+)
 
 
 def _own_seed(trainer: Trainer) -> None:
@@ -395,19 +224,19 @@ MUTATIONS = {
         Mutation(
             "drop-gradient-all-reduce",
             "replicas train on their own batch only",
-            lambda comm: _DropAllReduce(comm, "gradients"),
+            lambda comm: DropAllReduce(comm, "gradients"),
         ),
-        Mutation("drop-first-bucket", "one bucket is never reduced", lambda comm: _DropAllReduce(comm, "gradients.0")),
+        Mutation("drop-first-bucket", "one bucket is never reduced", lambda comm: DropAllReduce(comm, "gradients.0")),
         Mutation(
             "local-token-count",
             "the loss is divided by the rank's own tokens",
-            lambda comm: _DropAllReduce(comm, "tokens"),
+            lambda comm: DropAllReduce(comm, "tokens"),
         ),
-        Mutation("average-gradients", "gradients averaged although the loss is normalised", _ScaleAllReduce),
-        Mutation("reduce-twice", "a bucket is reduced twice in one step", _ReduceTwice),
-        Mutation("half-wire", "gradients rounded to bf16 on their way", _HalfWire),
-        Mutation("replica-drift", "replicas that differ in the last bit", _Drift),
-        Mutation("local-loss", "the reported loss is one rank's own", _SwapMetrics),
+        Mutation("average-gradients", "gradients averaged although the loss is normalised", ScaleAllReduce),
+        Mutation("reduce-twice", "a bucket is reduced twice in one step", ReduceTwice),
+        Mutation("half-wire", "gradients rounded to bf16 on their way", HalfWire),
+        Mutation("replica-drift", "replicas that differ in the last bit", Drift),
+        Mutation("local-loss", "the reported loss is one rank's own", SwapMetrics),
         Mutation("own-seed", "ranks start from different parameters", trainer=_own_seed),
         Mutation("reduce-early", "reduction before the last micro-batch is added", trainer=_reduce_early),
         Mutation("last-micro-batch-only", "accumulation overwrites", trainer=_last_micro_batch_only),
@@ -453,19 +282,19 @@ TENSOR_MUTATIONS = {
 PIPELINE_MUTATIONS = {
     mutation.name: mutation
     for mutation in (
-        Mutation("lose-activations", "a stage computes on what never arrived", lambda comm: _LoseSends(comm, "activations")),
+        Mutation("lose-activations", "a stage computes on what never arrived", lambda comm: LoseSends(comm, "activations")),
         Mutation(
             "lose-activation-gradients",
             "stages before the last get no gradient",
-            lambda comm: _LoseSends(comm, "activation_gradients"),
+            lambda comm: LoseSends(comm, "activation_gradients"),
         ),
         Mutation("swap-micro-batches", "stages take the micro-batches in different orders", trainer=_other_order),
         Mutation(
             "drop-tied-gradients",
             "the copies of a tied weight are trained by one of its uses each",
-            lambda comm: _OwnPart(comm, "tied", "gradients"),
+            lambda comm: OwnPart(comm, "tied", "gradients"),
         ),
-        Mutation("stage-norm", "each stage clips by its own norm", lambda comm: _OwnPart(comm, "pp", "norm")),
+        Mutation("stage-norm", "each stage clips by its own norm", lambda comm: OwnPart(comm, "pp", "norm")),
         Mutation("forget-deferred", "weight gradients put off by B never come", trainer=_forget_deferred),
     )
 }
@@ -485,7 +314,7 @@ ZERO_MUTATIONS = {
         left_out_over("dp_shard", "drop-parameter-gather", "parameters", "each rank takes its own shard for all"),
         left_out_over("dp_shard", "drop-shard-norm", "norm", "each rank clips by the norm of its own shard"),
         left_out_over("dp_replicate", "drop-replica-sum", "gradients", "replicas of shards train apart"),
-        Mutation("others-shard", "shards are gathered in another order than they are cut", _OthersShard),
+        Mutation("others-shard", "shards are gathered in another order than they are cut", OthersShard),
         Mutation("dirty-padding", "what a shard is padded with counts", trainer=_gradients_of_the_last_step),
         Mutation("last-reduction-only", "shards of micro-batches overwritten", trainer=_last_reduction_only),
         Mutation("never-freed", "a unit computes with the parameters of an earlier step", trainer=_never_freed),

@@ -12,7 +12,8 @@ from shardwright.comm.record import RecordComm
 from shardwright.core.ledger import BucketTiming
 from shardwright.model.context import Context
 from shardwright.train.step import Trainer
-from shardwright.verify.mutate import ForwardingComm, Mutation, left_out_over
+from shardwright.verify.mutate import Mutation, left_out_over
+from shardwright.verify.mutate_comms import ForwardingComm
 from shardwright.verify.routing import routers_of
 
 

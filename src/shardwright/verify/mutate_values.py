@@ -11,7 +11,8 @@ from torch import Tensor
 from shardwright.comm.base import Comm, Work
 from shardwright.train.data import IGNORE, MicroBatch
 from shardwright.train.step import Trainer
-from shardwright.verify.mutate import ForwardingComm, Mutation
+from shardwright.verify.mutate import Mutation
+from shardwright.verify.mutate_comms import ForwardingComm
 
 
 class _SwapTwo(ForwardingComm):

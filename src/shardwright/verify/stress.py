@@ -24,7 +24,7 @@ from shardwright.schedule.action import COMPUTE, Action, Kind, Schedule
 from shardwright.schedule.passes import add_communication, check, receives_to_post
 from shardwright.train.prepare import PreparedData
 from shardwright.train.step import Trainer
-from shardwright.verify.mutate import ForwardingComm
+from shardwright.verify.mutate_comms import ForwardingComm
 from shardwright.verify.parity import train_sampler
 
 
