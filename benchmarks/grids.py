@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
+
 from shardwright.comm.mesh import Mesh
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
@@ -82,9 +85,14 @@ def compared(
 ) -> Iterator[tuple[Traced, Verification]]:
     """`traced` with three steps, each against one process; ``alone`` is equal for layouts with the same reference."""
     references: dict[str, Trace] = {}
-    for found in traced(data, configs, dry=True):
-        config = found.config
-        key = str(config.model_copy(update={"layout": alone(config.layout)}))
-        if key not in references:
-            references[key] = reference_run(config, whole_batches(train_sampler(config, data, 0)), 3)
-        yield found, compare(config, found.traces, references[key], found.dry)
+    columns = (*Progress.get_default_columns()[:3], TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for found in progress.track(traced(data, configs, dry=True), len(configs), description="Layouts"):
+            config = found.config
+            key = str(config.model_copy(update={"layout": alone(config.layout)}))
+            if key not in references:
+                references[key] = reference_run(config, whole_batches(train_sampler(config, data, 0)), 3)
+            result = compare(config, found.traces, references[key], found.dry)
+            if not result.passed:
+                progress.console.print(f"not equal: {config.layout}", soft_wrap=True)
+            yield found, result

@@ -85,17 +85,22 @@ def difference(got: Tensor | None, want: Tensor | None) -> float:
     return (got - want).abs().max().item() if got.numel() else 0.0
 
 
+def part_difference(got: dict[str, Tensor | None], want: dict[str, Tensor | None], mesh: Mesh) -> float:
+    """The worst difference of this rank's parts, by a parameter's name, from the same parts of whole tensors."""
+    dims = {"embed.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1, "head.weight": 0}
+    worst = 0.0
+    for name, mine in got.items():
+        whole = want[name]
+        assert whole is not None
+        dim = next((dims[end] for end in dims if name.endswith(end)), None)
+        worst = max(worst, difference(mine, whole if dim is None else own(whole, dim, mesh)))
+    return worst
+
+
 def local_gradients(model: nn.Module, reference: nn.Module, mesh: Mesh) -> float:
     """The worst difference of the split module's gradients from their part of the reference's."""
-    dims = {"embed.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1, "head.weight": 0}
-    wanted = dict(reference.named_parameters())
-    worst = 0.0
-    for name, parameter in model.named_parameters():
-        gradient = wanted[name].grad
-        assert gradient is not None
-        dim = next((dims[end] for end in dims if name.endswith(end)), None)
-        worst = max(worst, difference(parameter.grad, gradient if dim is None else own(gradient, dim, mesh)))
-    return worst
+    got, want = ({name: p.grad for name, p in module.named_parameters()} for module in (model, reference))
+    return part_difference(got, want, mesh)
 
 
 # ------------------------------------------------------------------------------------------ what the ranks do
@@ -263,26 +268,32 @@ def check_all(env: RankEnv) -> dict[str, Any]:
     }
 
 
-def train_on_both_axes(env: RankEnv) -> dict[str, Any]:
-    """tp=2 inside dp=2 and what one process makes of the whole batch."""
+def train_on_both_axes(env: RankEnv, zero: int) -> dict[str, float]:
+    """tp=2 inside dp=2 and what one process makes of the whole batch, with gradients that are clipped."""
     mesh = Mesh.distributed(Layout(tp=2, dp=2), env.rank)
     reference = make(True)
-    model = DataParallel(parallelize(make(True), TABLE, mesh), mesh, loss_reduction="sum")
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (reference, model)]
+    model = DataParallel(parallelize(make(True), TABLE, mesh), mesh, zero=zero, loss_reduction="sum")
+    trained = (reference.parameters(), model.shards() if zero else model.parameters())
+    optimizers = [torch.optim.SGD(parameters, lr=0.1) for parameters in trained]
     batches = [batch(rank) for rank in range(2)]
     count = sum((targets != -100).sum() for _, targets in batches)
-    worst = 0.0
-    for _ in range(3):
+    worst = {"gradients": 0.0, "norm": 0.0}
+    for most in (0.05, 0.1, 100.0):
         for optimizer in optimizers:
             optimizer.zero_grad()
         for tokens, targets in batches:
             (F.cross_entropy(reference(tokens).flatten(0, 1), targets.flatten(), reduction="sum") / count).backward()
         tokens, targets = batches[mesh.dp.rank]
         (vocab_parallel_cross_entropy(model(tokens), targets, mesh, reduction="sum") / count).backward()
-        worst = max(worst, local_gradients(model.module, reference, mesh))
+        if not zero:
+            worst["gradients"] = max(worst["gradients"], local_gradients(model.module, reference, mesh))
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), most)
+        assert (float(norm) > most) == (most < 1)  # the last step is not clipped
+        worst["norm"] = max(worst["norm"], difference(model.clip_grad_norm_(most), norm))
         for optimizer in optimizers:
             optimizer.step()
-    return {"gradients": worst}
+    state = reference.state_dict()
+    return worst | {"after": part_difference(dict(model.full_state_dict()), dict(state), mesh)}
 
 
 # ------------------------------------------------------------------------------------------ the tests
@@ -333,6 +344,7 @@ def test_the_swiglu_of_two_ranks(shared: Path) -> None:
         assert total == pytest.approx(example["all_reduced"], abs=example["tol_abs"])
 
 
-def test_tensor_inside_data_parallelism() -> None:
-    for rank in run_ranks(train_on_both_axes, 4):
-        assert rank["gradients"] < 1e-12
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_tensor_inside_data_parallelism(zero: int) -> None:
+    for rank in run_ranks(train_on_both_axes, 4, zero):
+        assert max(rank.values()) < 1e-12, rank
