@@ -10,15 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from proofs.base import ROOT, Check, Outcome, shardwright, tests
+from proofs.base import ROOT, Check, Outcome, keep, shardwright, tests
 
-RESULTS = ROOT / "benchmarks" / "results"
 FIVE_AXES = "tp=2,cp=2,dp=2,pp=2,ep=2"
-
-
-def keep(name: str, value: Any) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def axes_of(layout: str) -> dict[str, str]:

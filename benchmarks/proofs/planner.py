@@ -10,7 +10,7 @@ import time
 from functools import lru_cache
 from typing import Any
 
-from proofs.base import ROOT, Check, Outcome, tests
+from proofs.base import RESULTS, ROOT, Check, Outcome, keep, tests
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.plan import GIB
@@ -23,7 +23,6 @@ from shardwright.plan.step_time import Pricer
 from shardwright.train.dryrun import dry_run
 
 DATA = ROOT.parent / "shared" / "planner"
-RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = ("published_runs.csv", "a100_multi_node_steps.csv", "a100_single_node_steps.csv")
 DENSE_OTHERS = ("torchtitan", "nanotron", "KempnerForge", "DGXC", "Megatron-Core hopper", "Megatron-Bridge hopper",
                 "Megatron-Bridge blackwell", "Llama 3 report")  # fmt: skip
@@ -35,8 +34,7 @@ def figures() -> dict[str, dict[str, Any]]:
     """The accuracy of every group of training runs; also kept as a file."""
     runs = [case for name in TRAINING for case in read_runs(DATA / name)]
     found: dict[str, dict[str, Any]] = assess(runs)["groups"]
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "planner-accuracy.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    keep("planner-accuracy.json", found)
     return found
 
 
@@ -115,8 +113,7 @@ def serving() -> Outcome:
     if not DATA.is_dir():
         return NO_DATA
     groups = assess(read_runs(DATA / "serving_latency.csv"))["groups"]
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "planner-serving.json").write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
+    keep("planner-serving.json", groups)
     low = groups["serving vllm dense hopper"]["low_concurrency"]
     worse = [
         f"{name.removeprefix('serving ')} {found['all']['tpot']['median']:.0f}/{found['all']['ttft']['median']:.0f}"
@@ -172,13 +169,11 @@ def dry_run_405b() -> Outcome:
 
 
 def own_machine() -> Outcome:
-    """20 random layouts on 2 and on 4 ranks, from the file that `benchmarks/planned_steps.py` keeps."""
-    kept = RESULTS / "planned-steps.json"
-    if not kept.is_file():
-        return Outcome(
-            "run benchmarks/planned_steps.py --out benchmarks/results/planned-steps.json on a quiet machine", None
-        )
-    found = json.loads(kept.read_text())
+    """20 random layouts on 2 and on 4 ranks; wants a quiet machine."""
+    import planned_steps
+
+    found = [planned_steps.compare(ranks, count=20, rounds=2, repeats=2, seed=0) for ranks in (2, 4)]
+    keep("planned-steps.json", found)
     shown = [f"{r['ranks']} ranks: Spearman {r['spearman']:.2f}, median error {r['median']:.1f} %" for r in found]
     return Outcome("; ".join(shown), all(r["spearman"] >= 0.9 and r["median"] <= 15 for r in found))
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from proofs.base import ROOT, Check, Outcome, tests
+from proofs.base import Check, Outcome, keep, tests
 
 from shardwright.core.run_config import RunConfig
 from shardwright.launch import RankEnv, init_process_group, run_local_ranks
@@ -17,16 +16,10 @@ from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.verify.kills import KilledRun, killed_run, live_once
 from shardwright.verify.reshard import FirstRun, ReshardCase, first_runs, problems, random_layout, second_runs
 
-RESULTS = ROOT / "benchmarks" / "results"
 SMALL = {
     "vocab_size": 320, "dim": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_positions": 64,
     "tied_head": True, "dropout": 0.1,
 }  # fmt: skip
-
-
-def keep(name: str, value: Any) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def small_config(folder: Path, run: str, layout: str, **train: Any) -> RunConfig:
