@@ -78,6 +78,8 @@ CASES: dict[str, Case] = {
     "stages by cost": (FIVE | {"vocab_size": 960}, f"{text('zb_h1', 2, 4)},stages=cost,precision=fp64", []),
     "selective, dropout": (GPT2, f"{text('zb_h1', 2, 3)},recompute=selective,precision=fp64", []),
     "full, dropout": (GPT2, f"{text('zb_v', 2, 3)},recompute=full,precision=fp64", []),
+    "policy of each rank": (LLAMA | TIED, f"tp=2,{text('zb_v', 2, 3)},recompute=full-none,precision=fp64", []),
+    "policy of each rank, dropout": (GPT2, f"{text('interleaved', 2, 4)},recompute=selective-full,precision=fp64", []),
     "clipped": (LLAMA | TIED, f"{text('1f1b', 2, 3)},precision=fp64", ["optim.clip=0.05"]),  # GN-01
     "frozen first stage": (LLAMA, f"{text('1f1b', 2, 3)},precision=fp64", FROZEN),
     "frozen first stage, split": (LLAMA | TIED, f"{text('zb_h1', 2, 3)},recompute=full,precision=fp64", FROZEN),

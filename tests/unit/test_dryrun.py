@@ -26,6 +26,7 @@ GRID = (
     "pp=2,schedule=dualpipe_v,microbatches=4,zero=3,dp=2,reshard=after_backward",
     "cp=2,dp=2,zero=1,microbatches=2,recompute=full",
     "cp=2,pp=2,tp=2,microbatches=2,cp_kind=ulysses,recompute=full",
+    "pp=2,tp=2,cp=2,virtual=2,schedule=interleaved,microbatches=2,recompute=full-selective",
     "pp=4,dp=512,tp=2,zero=1,microbatches=2,precision=bf16,recompute=full",
 )
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.axes import ORDERS
-from shardwright.core.layout import CHOICES, SCHEDULES, Layout
+from shardwright.core.layout import CHOICES, RECOMPUTE, SCHEDULES, Layout
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.presets import preset
 from shardwright.errors import LayoutError
@@ -47,6 +47,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         tp_overlap=draw(st.integers(1, 4)),
         moe=draw(st.sampled_from(["dropless", "capacity:1.25"])),
         stages=draw(st.sampled_from(["", "8/8/7/7"])),
+        recompute="-".join(draw(st.sampled_from(RECOMPUTE)) for _ in range(draw(st.sampled_from([1, pp])))),
         **choices,
     )  # fmt: skip
 
@@ -95,6 +96,8 @@ REFUSALS = [
     ("schedule=1f1", ["schedule=1f1 ", "did you mean 1f1b?"]),
     ("schedule=file:", ["schedule=file: needs a path"]),
     ("recompute=ful", ["recompute=ful ", "did you mean full?"]),
+    ("pp=2,recompute=full-nome", ["recompute=nome ", "did you mean none?"]),
+    ("pp=4,recompute=full-none", ["recompute=full-none gives 2 policies", "pp=4 pipeline ranks", "one for all"]),
     ("order=pp-tp", ["order=pp-tp", next(iter(ORDERS))]),
     ("virtual=2", ["virtual=2 needs pp > 1", "set pp"]),
     ("dp=6,dp_replicate=4", ["dp_replicate=4 must divide dp*cp=6", "use dp_replicate=1, 2, 3 or 6"]),

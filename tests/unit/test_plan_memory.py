@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shardwright.core.cluster import Cluster
 from shardwright.core.layout import Layout
 from shardwright.core.presets import PRESETS, preset
 from shardwright.core.specs import parameter_specs
@@ -29,6 +30,7 @@ from shardwright.plan.memory import (
 from shardwright.plan.rows import gpt
 from shardwright.plan.stack import Stack
 from shardwright.plan.stages import Parameters, ParameterTable, RankUnits, layers_per_stage, rank_units
+from shardwright.plan.step_time import Pricer
 
 GB = 1e9
 MIXED = {"precision": "bf16", "reduce_dtype": "bf16"}
@@ -287,6 +289,20 @@ def test_classes_add_up_and_savings_save() -> None:
     assert stage(Layout(dp=4, cp=2, **MIXED)).activations < plain.activations
     sharded, kept = (stage(Layout(dp=8, zero=3, reshard=r, **MIXED)) for r in ("always", "after_backward"))
     assert kept.parts["parameters kept gathered"] == plain.parameters > sharded.parts["gathered units"]
+
+
+def test_each_pipeline_rank_has_its_own_policy_of_recomputation() -> None:
+    """The first rank is as with full everywhere, the others as with none; the step lies between."""
+    model = preset("llama-3.1-8b")
+    pricer = Pricer(model, Cluster.parse("h100-80gb:1x8"), 4096)
+    policies = ("none", "full-none-none-none", "full")
+    layouts = [Layout(pp=4, dp=2, microbatches=8, recompute=policy, **MIXED) for policy in policies]
+    none, mixed, full = (
+        [stage.activations for stage in sorted(pricer.stage_memory(layout), key=lambda stage: stage.stage)] for layout in layouts
+    )
+    assert mixed == [full[0], *none[1:]] and mixed[0] < mixed[1]
+    none_s, mixed_s, full_s = (pricer.seconds(layout) for layout in layouts)
+    assert none_s < mixed_s < full_s
 
 
 def test_deferred_gradients_are_whole() -> None:

@@ -125,7 +125,7 @@ def test_tensor_parallel_traffic(examples: dict[str, Any]) -> None:
         level = LinkLevel("intra", 8, float(rate.split("_")[0]) * 1e9, 0.0)
         network = Network(Cluster(find_chip("h100"), 1, 8, (level,)), IDEAL)
         traffic = Traffic(model, layout, Shape.of(layout, given["seq"]), network, IDEAL)
-        layer = [m for m in traffic.layer(layer_kind(model, 0), UnitCost()) if m.phase == "F"]
+        layer = [m for m in traffic.layer(layer_kind(model, 0), UnitCost(), "none") if m.phase == "F"]
         assert len(layer) == given["all_reduces_per_layer_forward"]
         assert {m.bytes for m in layer} == {example["bytes_per_all_reduce"]}
         assert sum(m.bytes for m in layer) == example["bytes_per_layer_forward"]

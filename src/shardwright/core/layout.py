@@ -23,7 +23,6 @@ V_SHAPED = ("zb_v", "dualpipe_v")
 """Schedules with two stages on each pipeline rank, the second in reverse order: rank r holds stages r and 2 pp - 1 - r."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
 CHOICES: dict[str, tuple[str, ...]] = {
-    "recompute": ("none", "selective", "full"),
     "reshard": ("auto", "always", "after_backward"),
     "offload": ("none", "optimizer", "params"),
     "cp_kind": ("ring", "allgather", "ulysses"),
@@ -36,6 +35,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "sp": ("auto", "on", "off"),
 }
 
+RECOMPUTE = ("none", "selective", "full")
+"""Of a layer's activations all are kept, or not those that are large beside their work, or only the layer's input."""
 OVERFLOW = ("drop", "reroute")
 """What happens to a token's choice of an expert that is full: left out, or the next-best expert with room."""
 
@@ -47,8 +48,9 @@ class Layout:
     """Degrees of each axis and every switch that says who computes what and when it is sent.
 
     ``microbatches`` is the number of micro-batches of one step on one data-parallel rank (at pp=1 this is
-    gradient accumulation), ``micro_batch`` the sequences in each. Raises :class:`LayoutError` when a value
-    is out of range or two values contradict each other.
+    gradient accumulation), ``micro_batch`` the sequences in each. ``recompute`` is one policy for all, or one for
+    each pipeline rank from first to last: with 1F1B ``full-full-none-none`` spares the ranks that hold most. Raises
+    :class:`LayoutError` when a value is out of range or two values contradict each other.
     """
 
     tp: int = 1
@@ -129,6 +131,15 @@ class Layout:
         """Ranks that share one replica's optimizer state (ZeRO); 1 without ZeRO. ``over``: ``edp_shard`` for experts."""
         return self.grid.degree(over) if self.zero else 1
 
+    def recompute_on(self, pipeline_rank: int) -> str:
+        """The policy of recomputation of one pipeline rank."""
+        policies = self.recompute.split("-")
+        return policies[pipeline_rank] if len(policies) > 1 else policies[0]
+
+    def on_pipeline_rank(self, rank: int) -> Layout:
+        """The same layout with ``rank``'s policy of recomputation alone."""
+        return self.with_(recompute=self.recompute_on(rank)) if "-" in self.recompute else self
+
     @property
     def whole_gradients(self) -> bool:
         """Whether every rank has the reduced gradients of all that it holds, not of its shard only."""
@@ -194,6 +205,14 @@ class Layout:
             raise LayoutError(f"zero={self.zero} is not a ZeRO stage; use 0 (DDP), 1, 2 or 3 (FSDP)")
         for name, choices in CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
+        policies = self.recompute.split("-")
+        for policy in policies:
+            _check_choice("recompute", policy, RECOMPUTE)
+        if len(policies) not in (1, self.pp):
+            raise LayoutError(
+                f"recompute={self.recompute} gives {len(policies)} policies, the layout has pp={self.pp} pipeline ranks; "
+                "give one for all, or one for each"
+            )
         if not self.schedule.startswith("file:"):
             _check_choice("schedule", self.schedule, SCHEDULES)
         elif "," in self.schedule or not self.schedule.removeprefix("file:").strip():

@@ -68,6 +68,7 @@ def predict_step(
     """
     ledger = Ledger()
     wide = 8 if layout.precision == "fp64" else 4
+    layout = layout.on_pipeline_rank(layout.grid.coordinates(rank)["pp"])
     units = held_units(model, layout, rank)
     if layout.world_size > 1:
         sent = ring_bytes("all_reduce", COUNT_ELEMENTS, COUNT_BYTES, layout.world_size)

@@ -41,7 +41,7 @@ def assumptions(plan: Plan, stack: Stack, fit: Fit) -> tuple[str, ...]:
         lines.append("experts are balanced: every rank computes as many rows as it sends")
     if plan.layout.world_size < plan.cluster.world_size:
         lines.append(f"the layout uses {plan.layout.world_size} of the cluster's {plan.cluster.world_size} GPUs")
-    if plan.layout.recompute == "selective" and stack.flash:
+    if "selective" in plan.layout.recompute.split("-") and stack.flash:
         lines.append(
             "recompute=selective drops attention scores, of which fused attention keeps none: no memory is saved"
         )

@@ -250,6 +250,7 @@ class MemoryModel:
 
     def stage(self, layout: Layout, rank: int, units: RankUnits, shape: Shape, *, walk: bool = True) -> StageMemory:
         """Peak bytes of one GPU of pipeline rank ``rank``; without ``walk`` those of ZeRO's buffers are left out."""
+        layout = layout.on_pipeline_rank(rank)
         held = self.table.of_rank(units, layout.tp, layout.ep)
         if self.stack.whole_embedding and units.embedding:
             held = held.plus(Parameters(self.table.embedding(1).dense - self.table.embedding(layout.tp).dense))

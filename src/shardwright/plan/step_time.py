@@ -149,10 +149,10 @@ class Pricer:
         Without ``walk`` a lower bound, sooner: what ZeRO gathers and reduces is left out.
         """
         shape = Shape.of(layout, self.seq)
-        first: dict[RankUnits, int] = {}
+        first: dict[tuple[RankUnits, str], int] = {}
         for rank, units in enumerate(self.units_of_ranks(layout)):
-            first.setdefault(units, rank)
-        peak = max(self.memory.stage(layout, rank, units, shape, walk=walk).total for units, rank in first.items())
+            first.setdefault((units, layout.recompute_on(rank)), rank)
+        peak = max(self.memory.stage(layout, rank, units, shape, walk=walk).total for (units, _), rank in first.items())
         return self.margin.device_bytes(peak)
 
     # -- units -------------------------------------------------------------------------------------
@@ -183,10 +183,10 @@ class Pricer:
         stage.weight.add(cost.backward_weight, exposed["W"], 0, count)
         stage.flops += count * (cost.flops_forward * (1 + recomputed) + cost.flops_backward)
 
-    def _recomputed(self, cost: UnitCost, layout: Layout) -> UnitCost:
+    def _recomputed(self, cost: UnitCost, policy: str) -> UnitCost:
         """``selective`` repeats the attention core where its scores are not kept; a fused kernel repeats them anyway, and
         then what the stack's own policy drops."""
-        if layout.recompute != "selective":
+        if policy != "selective":
             return cost
         again = UnitCost(**vars(cost))
         if self.stack.flash:
@@ -201,10 +201,13 @@ class Pricer:
     def _stages(self, layout: Layout, traffic: Traffic, shape: Shape) -> tuple[list[StageCost], list[list[Message]]]:
         """Cost and messages of one micro-batch on every stage."""
         counts = layers_per_stage(self.model, layout)
-        per_kind: dict[LayerKind, tuple[UnitCost, list[Message]]] = {}
-        for kind in dict.fromkeys(self.kinds):
-            cost = self._unit(kind, layout, shape)
-            per_kind[kind] = (self._recomputed(cost, layout), traffic.layer(kind, cost))
+        policy_of = {stage: layout.recompute_on(rank) for rank in range(layout.pp) for stage in stages_of_rank(layout, rank)}
+        per_policy: dict[str, dict[LayerKind, tuple[UnitCost, list[Message]]]] = {}
+        for policy in dict.fromkeys(policy_of.values()):
+            per_policy[policy] = {}
+            for kind in dict.fromkeys(self.kinds):
+                cost = self._unit(kind, layout, shape)
+                per_policy[policy][kind] = (self._recomputed(cost, policy), traffic.layer(kind, cost, policy))
         alike: dict[tuple[object, ...], tuple[StageCost, list[Message]]] = {}
         found, start, last = [], 0, len(counts) - 1
         for index, count in enumerate(counts):
@@ -212,9 +215,10 @@ class Pricer:
             for kind in self.kinds[start : start + count]:
                 held[kind] = held.get(kind, 0) + 1
             start += count
-            key = (*held.items(), index == 0, index == last)
+            policy = policy_of[index]
+            key = (*held.items(), policy, index == 0, index == last)
             if key not in alike:
-                alike[key] = self._stage(layout, traffic, shape, per_kind, held, (index, last))
+                alike[key] = self._stage(layout, traffic, shape, per_policy[policy], held, (index, last), policy == "full")
             found.append(alike[key])
         return [stage for stage, _ in found], [sent for _, sent in found]
 
@@ -226,13 +230,14 @@ class Pricer:
         per_kind: dict[LayerKind, tuple[UnitCost, list[Message]]],
         held: dict[LayerKind, int],
         place: tuple[int, int],
+        recomputed: bool,
     ) -> tuple[StageCost, list[Message]]:
         """One stage that holds so many layers of each kind; ``place`` is (its index, the last stage's)."""
         index, last = place
         stage, sent = StageCost(Phase(), Phase(), Phase()), []
         for kind, number in held.items():
             cost, among = per_kind[kind]
-            self._add_unit(stage, cost, among, number, layout.recompute == "full")
+            self._add_unit(stage, cost, among, number, recomputed)
             sent += [message.times(number) for message in among]
         if index == 0:
             among = traffic.embedding()

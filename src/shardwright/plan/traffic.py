@@ -95,10 +95,10 @@ class Traffic:
 
     # -- inside a layer ----------------------------------------------------------------------------
 
-    def layer(self, kind: LayerKind, cost: UnitCost) -> list[Message]:
-        """One layer and one micro-batch, the repeated forward of full recomputation included (phase ``recompute``)."""
+    def layer(self, kind: LayerKind, cost: UnitCost, policy: str) -> list[Message]:
+        """One layer and one micro-batch; with ``policy`` full the repeated forward (phase ``recompute``) too."""
         found = [*self._tensor(kind), *self._context(cost), *self._expert(kind)]
-        if self.layout.recompute == "full":
+        if policy == "full":
             again = [m for m in found if m.phase == "F" and (m.axis != "cp" or self.layout.cp_kind == "ulysses")]
             found += [replace(message, phase="recompute") for message in again]  # other kinds of cp keep attention's output
         return found

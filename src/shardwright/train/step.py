@@ -103,6 +103,7 @@ class Trainer:
     ) -> None:
         check_supported(config)
         self.config, self.mesh, self.layout = config, mesh, config.layout
+        self.recompute = self.layout.recompute_on(mesh.coordinates["pp"])
         self.device = torch.device(device)
         dtype = DTYPES[self.layout.precision]
         schedule = add_communication(make_schedule(self.layout))
@@ -145,7 +146,7 @@ class Trainer:
             mesh.pp,
             self.buckets,
             mesh.recorder,
-            recompute=self.layout.recompute,
+            recompute=self.recompute,
             dtype=dtype,
             token_shards=self.layout.tp if self.layout.sequence_parallel else 1,
             reduce_each=self.layout.num_reductions > 1,
@@ -176,7 +177,7 @@ class Trainer:
     def context(self, batch: MicroBatch, step: int, *, training: bool = True) -> Context:
         """What the model is told about one micro-batch, on this rank's device."""
         batch = batch.padded(self.layout.token_multiple)
-        recompute = self.layout.recompute if training else "none"
+        recompute = self.recompute if training else "none"
         attend = document_attention(self.config, batch, step, training=training, tp_rank=self.mesh.tp.rank)
         if self.layout.cp > 1:
             windows = [self.config.model.layer_window(layer) for layer in range(self.config.model.num_layers)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from shardwright.core.layout import CHOICES, SCHEDULES, Layout
+from shardwright.core.layout import CHOICES, RECOMPUTE, SCHEDULES, Layout
 from shardwright.core.model_config import ModelConfig, MoEConfig
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import ConfigError
@@ -84,6 +84,9 @@ def _replicas(chosen: Mapping[str, Any]) -> bool:
     return bool(chosen.get("zero", 0) and chosen.get("dp", 1) * chosen.get("cp", 1) > 1)
 
 
+BY_RANK = "by rank"
+"""Stands for one policy of recomputation for each of several pipeline ranks."""
+
 _FACTORS = [
     Factor("tp", (1, 2, 4), root=True),
     Factor("cp", (1, 2), root=True),
@@ -94,7 +97,7 @@ _FACTORS = [
     Factor("schedule", SCHEDULES, _above_one("pp"), root=True),
     Factor("microbatches", (1, 3, 4)),
     Factor("micro_batch", (1, 2)),
-    Factor("recompute", CHOICES["recompute"]),
+    Factor("recompute", (*RECOMPUTE, BY_RANK)),
     Factor("precision", ("fp64", "fp32")),
     Factor("bucket_mb", (25.0, 0.01)),
     Factor("sp", ("on", "off"), _above_one("tp")),
@@ -155,6 +158,8 @@ class _Checker:
         values = {**assignment, **_TOGETHER.get(assignment.get("offload", ""), {})}
         if values.get("pp", 1) > 1 and values.get("schedule") in INTERLEAVED:
             values["virtual"] = 2
+        if values.get("recompute") == BY_RANK:
+            values["recompute"] = "-".join(RECOMPUTE[rank % 3 - 1] for rank in range(max(2, values.get("pp", 1))))
         return Layout(**values)
 
     def __call__(self, assignment: Mapping[str, Any]) -> str | None:
@@ -178,6 +183,8 @@ def shown_values(layout: Layout) -> set[str]:
         if factor.applies(chosen):
             value = getattr(layout, factor.name)
             value = ("on" if layout.sequence_parallel else "off") if factor.name == "sp" else value
+            if factor.name == "recompute" and "-" in value:
+                value = BY_RANK
             if factor.name == "offload":
                 value = next((name for name, changes in _TOGETHER.items() if layout == layout.with_(**changes)), value)
             found.add(f"{factor.name}={value}")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.io import CheckpointState, load_checkpoint
 from shardwright.comm.mesh import Mesh
-from shardwright.core.layout import CHOICES, SCHEDULES, Layout
+from shardwright.core.layout import CHOICES, RECOMPUTE, SCHEDULES, Layout
 from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import parameter_specs
 from shardwright.errors import LayoutError
@@ -77,7 +77,8 @@ def random_layout(rng: random.Random, config: RunConfig, world: int, global_batc
             "dp_replicate": rng.choice((1, 2)), "bucket_mb": rng.choice((0.01, 25.0)),
             "sp": rng.choice(("auto", "off")), "precision": config.layout.precision,
         }  # fmt: skip
-        values |= {name: rng.choice(CHOICES[name]) for name in ("zero1_reduce", "accumulate", "reshard", "recompute", "order")}
+        values |= {name: rng.choice(CHOICES[name]) for name in ("zero1_reduce", "accumulate", "reshard", "order")}
+        values["recompute"] = "-".join(rng.choice(RECOMPUTE) for _ in range(rng.choice((1, pp))))
         try:
             layout = Layout.of(values)
             layout.check_model(config.model)
