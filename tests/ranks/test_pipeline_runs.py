@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,9 +26,11 @@ from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import parameter_specs
 from shardwright.errors import LayoutError, RankError
 from shardwright.launch import RankEnv, run_local_ranks
+from shardwright.ops.gradients import storage_of, tensors_in
 from shardwright.schedule.action import COMPUTE, Action, Kind
 from shardwright.schedule.make import INTERLEAVED, make_schedule
 from shardwright.schedule.memory import in_flight_by_stage
+from shardwright.train.dryrun import dry_stage
 from shardwright.train.loop import RunOptions, prepare_run, run_rank
 from shardwright.train.metrics import read_metrics
 from shardwright.train.prepare import PreparedData, prepare_data
@@ -196,6 +199,81 @@ def test_each_stage_holds_as_many_micro_batches_as_its_schedule_says(
                 assert peak == one * measured[stage], (stage, peak / one)
             else:
                 assert peak <= one * measured[stage]
+
+
+class _Kept:
+    """A tensor that autograd keeps, for as long as it does."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def held_bytes(env: RankEnv, data: PreparedData, runs: dict[str, RunConfig]) -> dict[str, tuple[int, int, int]]:
+    """Of each run's second step the most bytes of distinct storages, and those for W alone: counted, and by the ledger."""
+    return {label: held_in_step(env, data, config) for label, config in runs.items()}
+
+
+def held_in_step(env: RankEnv, data: PreparedData, config: RunConfig) -> tuple[int, int, int]:
+    mesh = Mesh.distributed(config.layout, env.rank)
+    trainer = Trainer(config, mesh)
+    executor, queue, most = trainer.executor, trainer.buckets.queue, [0, 0]
+    saved: weakref.WeakSet[_Kept] = weakref.WeakSet()
+
+    def keep(tensor: Tensor) -> _Kept:
+        kept = _Kept(tensor)
+        saved.add(kept)
+        return kept
+
+    def look() -> None:
+        flights = executor._in_flight.values()
+        waiting = list(tensors_in([queue._waiting, *([*flight.deferred] for flight in flights)]))
+        boundary = [tensor for flight in flights for tensor in (*flight.inputs, *flight.outputs)]
+        batches = [parameter.data for parameter in trainer.parameters.values()]
+        for batch in executor._microbatches:
+            batches += tensors_in(vars(batch).values())
+        outside = {storage_of(tensor) for tensor in batches}
+        for index, tensors in enumerate(([*waiting, *boundary, *(kept.tensor for kept in saved)], waiting)):
+            sizes = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+            most[index] = max(most[index], sum(size for key, size in sizes.items() if key not in outside))
+
+    backward = executor._unit_backward
+
+    def looked_at(*values: Any) -> Tensor:
+        look()
+        gradient: Tensor = backward(*values)
+        look()
+        return gradient
+
+    executor._unit_backward = looked_at  # type: ignore[method-assign]
+    executor.on_action = lambda action: look()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
+        batches = list(train_sampler(config, data, mesh.coordinates["dp"]).batches(0))
+        trainer.step(batches, 0)
+        most[:] = 0, 0
+        ledger = trainer.step(batches, 1).ledger
+    return most[0], most[1], ledger.peak["held for W"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bytes_that_wait_for_a_weight_gradient_are_those_of_the_dry_run(
+    tp: int, folder: Path, data: PreparedData
+) -> None:
+    """And all activations, but for 8 % (what a kernel keeps for itself): x and dy and, with sp, gathered tokens until W."""
+    runs = {
+        f"{schedule} {recompute}": make_config(
+            str(folder), LLAMA, f"pp=2,tp={tp},schedule={schedule},recompute={recompute},microbatches=4"
+        )
+        for schedule in ("zb_h1", "zb_v")
+        for recompute in ("none", "full")
+    }
+    results = run_ranks(held_bytes, 2 * tp, data, runs)
+    for label, config in runs.items():
+        for rank, found in enumerate(results):
+            dry = dry_stage(config, rank, config.layout.grid.coordinates(rank)["pp"]).memory
+            whole, waiting, booked = found[label]
+            assert (label, rank, waiting) == (label, rank, booked)
+            assert booked == dry.parts["held for W"]
+            assert whole == pytest.approx(dry.activations, rel=0.08), (label, rank)
 
 
 def test_sends_that_are_done_are_let_go(observed: dict[str, tuple[RunConfig, list[Observed]]]) -> None:

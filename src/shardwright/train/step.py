@@ -345,6 +345,8 @@ class Trainer:
         storage = self.buckets.storage
         ledger.buckets, ledger.windows, ledger.memory = timings, storage.windows, self.memory()
         ledger.peak = ledger.memory | {kind: storage.peak.get(kind, 0) for kind in ("gathered", "buffers")}
+        if (waiting := self.executor.most_waiting).bytes:
+            ledger.peak |= {"held for W": waiting.bytes, "gathered for W": waiting.gathered}
 
     def _agree(self, num_valid: int) -> tuple[int, bool]:
         """Valid tokens of the whole global batch, and whether any rank asked to stop."""
