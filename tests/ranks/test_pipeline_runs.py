@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -406,6 +407,28 @@ def test_the_run_measures_its_bubble_beside_the_simulated_one(piped: tuple[RunCo
     assert len(found["idle_seconds"]) == config.layout.pp
 
 
+def late_gathers(env: RankEnv, data: PreparedData, config: RunConfig, delay_s: float) -> list[tuple[float, float]]:
+    """Rank 1 comes ``delay_s`` late to each F, so rank 0 waits for its shards: seconds that each F took, and waited."""
+    trainer = Trainer(config, Mesh.distributed(config.layout, env.rank))
+    batches = list(train_sampler(config, data, env.rank).batches(0))
+    for step in range(2):
+        trainer.step(batches, step)
+        if env.rank == 1:
+            trainer.executor.on_action = lambda action: time.sleep(delay_s if action.kind is Kind.F else 0)
+    waits = trainer.executor.waits
+    assert {wait.verb for wait in waits} >= {"all_gather"} and all(wait.launch <= wait.start <= wait.end for wait in waits)
+    assert trainer.mesh.recorder.waits is None  # nothing grows between steps
+    return [(span.end - span.start, span.waited) for span in trainer.executor.spans if span.action.kind is Kind.F]
+
+
+def test_what_a_forward_waits_for_a_gather_is_not_its_computing(folder: Path, data: PreparedData) -> None:
+    config = make_config(str(folder), LLAMA, "dp=2,zero=3,microbatches=2,reshard=always")
+    first, _ = run_ranks(late_gathers, 2, data, config, 0.1)
+    assert len(first) == 2
+    for took, waited in first:
+        assert 0.08 < waited <= took
+
+
 def test_the_trace_has_three_lanes_for_each_rank(piped: tuple[RunConfig, list[dict[str, Any]]]) -> None:
     config, _ = piped
     events = json.loads((Path(config.train.run_dir) / "trace.json").read_text())["traceEvents"]
@@ -417,7 +440,8 @@ def test_the_trace_has_three_lanes_for_each_rank(piped: tuple[RunConfig, list[di
         mine = [e for e in events if e["pid"] == pid and e["ph"] == "X"]
         by_lane = {lane: [e for e in mine if lanes[pid, e["tid"]] == lane] for lane in ("compute", "communication", "idle")}
         assert [e["name"] for e in by_lane["compute"]] == [str(action) for action in rows[rank]] * 3
-        assert all(Kind(e["name"].rstrip("0123456789.")) not in COMPUTE for e in by_lane["communication"])
+        names_there = [e["name"] for e in by_lane["communication"] if not e["name"].startswith("wait for")]
+        assert names_there and all(Kind(name.rstrip("0123456789.")) not in COMPUTE for name in names_there)
         for e in by_lane["idle"]:  # no computation reaches into it
             assert all(c["ts"] + c["dur"] <= e["ts"] + 1 or c["ts"] >= e["ts"] + e["dur"] - 1 for c in by_lane["compute"])
     assert any(e.get("cat") == "cpu_op" for e in events)  # PyTorch's own profile of rank 0

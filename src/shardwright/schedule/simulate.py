@@ -49,11 +49,16 @@ class Costs:
 
 @dataclass(frozen=True)
 class Span:
-    """One action with its start and end."""
+    """One action with its start and end, and how much of that it stood still for messages (measured ones only)."""
 
     action: Action
     start: float
     end: float
+    waited: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        return self.end - self.start - self.waited
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,9 @@ class Trainer:
         busy = time.perf_counter() - start
         if self.executor.note is not None:
             self.executor.note(f"step {step}, reduction and update")
+        self.mesh.recorder.waits = self.executor.waits  # reductions that are still under way are of this step too
         timings = self.buckets.finish()
+        self.mesh.recorder.waits = None
         if self.on_gradients is not None:
             self.on_gradients(self)
         with self.mesh.recorder.phase("update"):
