@@ -20,6 +20,9 @@ from torch import Tensor
 
 from ranks.kit import preload, run_ranks
 from ranks.runs import make_config, write_documents
+from shardwright.bench import random_batches
+from shardwright.checkpoint.convert import convert
+from shardwright.checkpoint.hf import load_hf
 from shardwright.checkpoint.io import load_checkpoint
 from shardwright.comm.mesh import Mesh
 from shardwright.core.layout import SCHEDULES, Layout
@@ -445,6 +448,68 @@ def test_the_trace_has_three_lanes_for_each_rank(piped: tuple[RunConfig, list[di
         for e in by_lane["idle"]:  # no computation reaches into it
             assert all(c["ts"] + c["dur"] <= e["ts"] + 1 or c["ts"] >= e["ts"] + e["dur"] - 1 for c in by_lane["compute"])
     assert any(e.get("cat") == "cpu_op" for e in events)  # PyTorch's own profile of rank 0
+
+
+# ------------------------------------------------------------------------------------------ small cases of pipelines
+
+
+def uneven_batch(env: RankEnv | None, config: RunConfig) -> tuple[float, float]:
+    """Loss and norm of a step over 8 sequences in micro-batches of 3, 3 and 2."""
+    trainer = Trainer(config, Mesh.solo() if env is None else Mesh.distributed(config.layout, env.rank))
+    batches = random_batches(config.model, 2, 3, 48, seed=1) + random_batches(config.model, 1, 2, 48, seed=2)
+    result = trainer.step(batches, 0)
+    return result.loss, result.grad_norm
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_batch_that_does_not_divide_by_its_micro_batches(schedule: str, folder: Path) -> None:
+    """PP-02: the loss is that of one rank, weighed by tokens; each boundary carries what its micro-batch has."""
+    model = LLAMA | {"num_layers": 3}
+    alone = uneven_batch(None, make_config(str(folder), model, "microbatches=3,precision=fp64"))
+    config = make_config(str(folder), model, f"pp=3,microbatches=3,schedule={schedule},precision=fp64")
+    for found in run_ranks(uneven_batch, 3, config):
+        assert found == pytest.approx(alone, rel=1e-9)
+
+
+def test_steps_go_on_where_the_data_ends_in_the_middle_of_a_batch(folder: Path, data: PreparedData) -> None:
+    """PP-06: no partial batch; the next epoch fills it, every rank makes the same number of steps."""
+    text = folder / "few.jsonl"
+    text.write_text("".join((folder / "documents.jsonl").read_text().splitlines(keepends=True)[:40]))
+    runs = {}
+    for pp in (1, 2):
+        config = make_config(
+            str(folder), LLAMA, f"pp={pp},microbatches=4,precision=fp64",
+            [f"data.sources={text}", "data.valid_fraction=0", f"train.run_dir={folder}/few-{pp}"],
+        )  # fmt: skip
+        options = RunOptions()
+        windows = sum(part.num_windows for part in train_sampler(config, prepare_run(config, options), 0).blend.datasets)
+        assert windows % 4
+        config = config.model_copy(update={"train": config.train.model_copy(update={"steps": windows // 4 + 2})})
+        summaries = run_loop(config, options)
+        assert [summary["steps"] for summary in summaries] == [windows // 4 + 2] * pp
+        runs[pp] = losses(config)
+    assert len(runs[2]) == len(runs[1]) and runs[2] == pytest.approx(runs[1], rel=1e-9)
+
+
+def test_what_only_one_stage_has_is_told_and_exported_once(folder: Path) -> None:
+    """PP-07: three stages of one layer; parameters, lr, loss and norm are those of one rank, each exported tensor is there."""
+    told, exported = {}, {}
+    for pp in (1, 3):
+        config = make_config(
+            str(folder), LLAMA | {"num_layers": 3}, f"pp={pp},microbatches=4,precision=fp64",
+            ["train.steps=2", "train.save_every=2", f"train.run_dir={folder}/told-{pp}", "optim.name=adamw", "optim.lr=0.01"],
+        )  # fmt: skip
+        run_loop(config, RunOptions())
+        run_dir = Path(config.train.run_dir)
+        told[pp] = [record[key] for record in read_metrics(run_dir) for key in ("loss", "lr", "grad_norm")]
+        convert(run_dir / "checkpoints" / "step-2", folder / f"exported-{pp}")
+        exported[pp] = load_hf(folder / f"exported-{pp}")[1]
+    assert told[3] == pytest.approx(told[1], rel=1e-8) and len(told[3]) == 6
+    specs = parameter_specs(config.model)
+    assert list(exported[3]) == list(exported[1]) and set(exported[3]) == set(specs)
+    assert sum(value.numel() for value in exported[3].values()) == config.model.num_parameters()
+    for name, value in exported[3].items():
+        assert torch.allclose(value, exported[1][name], rtol=1e-6, atol=1e-9), name
 
 
 @pytest.mark.parametrize(
