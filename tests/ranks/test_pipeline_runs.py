@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +20,9 @@ from torch import Tensor
 
 from ranks.kit import preload, run_ranks
 from ranks.runs import make_config, write_documents
+from shardwright.bench import random_batches
+from shardwright.checkpoint.convert import convert
+from shardwright.checkpoint.hf import load_hf
 from shardwright.checkpoint.io import load_checkpoint
 from shardwright.comm.mesh import Mesh
 from shardwright.core.layout import SCHEDULES, Layout
@@ -25,9 +30,11 @@ from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import parameter_specs
 from shardwright.errors import LayoutError, RankError
 from shardwright.launch import RankEnv, run_local_ranks
+from shardwright.ops.gradients import storage_of, tensors_in
 from shardwright.schedule.action import COMPUTE, Action, Kind
 from shardwright.schedule.make import INTERLEAVED, make_schedule
 from shardwright.schedule.memory import in_flight_by_stage
+from shardwright.train.dryrun import dry_stage
 from shardwright.train.loop import RunOptions, prepare_run, run_rank
 from shardwright.train.metrics import read_metrics
 from shardwright.train.prepare import PreparedData, prepare_data
@@ -198,6 +205,81 @@ def test_each_stage_holds_as_many_micro_batches_as_its_schedule_says(
                 assert peak <= one * measured[stage]
 
 
+class _Kept:
+    """A tensor that autograd keeps, for as long as it does."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def held_bytes(env: RankEnv, data: PreparedData, runs: dict[str, RunConfig]) -> dict[str, tuple[int, int, int]]:
+    """Of each run's second step the most bytes of distinct storages, and those for W alone: counted, and by the ledger."""
+    return {label: held_in_step(env, data, config) for label, config in runs.items()}
+
+
+def held_in_step(env: RankEnv, data: PreparedData, config: RunConfig) -> tuple[int, int, int]:
+    mesh = Mesh.distributed(config.layout, env.rank)
+    trainer = Trainer(config, mesh)
+    executor, queue, most = trainer.executor, trainer.buckets.queue, [0, 0]
+    saved: weakref.WeakSet[_Kept] = weakref.WeakSet()
+
+    def keep(tensor: Tensor) -> _Kept:
+        kept = _Kept(tensor)
+        saved.add(kept)
+        return kept
+
+    def look() -> None:
+        flights = executor._in_flight.values()
+        waiting = list(tensors_in([queue._waiting, *([*flight.deferred] for flight in flights)]))
+        boundary = [tensor for flight in flights for tensor in (*flight.inputs, *flight.outputs)]
+        batches = [parameter.data for parameter in trainer.parameters.values()]
+        for batch in executor._microbatches:
+            batches += tensors_in(vars(batch).values())
+        outside = {storage_of(tensor) for tensor in batches}
+        for index, tensors in enumerate(([*waiting, *boundary, *(kept.tensor for kept in saved)], waiting)):
+            sizes = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+            most[index] = max(most[index], sum(size for key, size in sizes.items() if key not in outside))
+
+    backward = executor._unit_backward
+
+    def looked_at(*values: Any) -> Tensor:
+        look()
+        gradient: Tensor = backward(*values)
+        look()
+        return gradient
+
+    executor._unit_backward = looked_at  # type: ignore[method-assign]
+    executor.on_action = lambda action: look()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
+        batches = list(train_sampler(config, data, mesh.coordinates["dp"]).batches(0))
+        trainer.step(batches, 0)
+        most[:] = 0, 0
+        ledger = trainer.step(batches, 1).ledger
+    return most[0], most[1], ledger.peak["held for W"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bytes_that_wait_for_a_weight_gradient_are_those_of_the_dry_run(
+    tp: int, folder: Path, data: PreparedData
+) -> None:
+    """And all activations, but for 8 % (what a kernel keeps for itself): x and dy and, with sp, gathered tokens until W."""
+    runs = {
+        f"{schedule} {recompute}": make_config(
+            str(folder), LLAMA, f"pp=2,tp={tp},schedule={schedule},recompute={recompute},microbatches=4"
+        )
+        for schedule in ("zb_h1", "zb_v")
+        for recompute in ("none", "full")
+    }
+    results = run_ranks(held_bytes, 2 * tp, data, runs)
+    for label, config in runs.items():
+        for rank, found in enumerate(results):
+            dry = dry_stage(config, rank, config.layout.grid.coordinates(rank)["pp"]).memory
+            whole, waiting, booked = found[label]
+            assert (label, rank, waiting) == (label, rank, booked)
+            assert booked == dry.parts["held for W"]
+            assert whole == pytest.approx(dry.activations, rel=0.08), (label, rank)
+
+
 def test_sends_that_are_done_are_let_go(observed: dict[str, tuple[RunConfig, list[Observed]]]) -> None:
     assert {rank.most_sends for _, ranks in observed.values() for rank in ranks} == {0}
 
@@ -328,6 +410,28 @@ def test_the_run_measures_its_bubble_beside_the_simulated_one(piped: tuple[RunCo
     assert len(found["idle_seconds"]) == config.layout.pp
 
 
+def late_gathers(env: RankEnv, data: PreparedData, config: RunConfig, delay_s: float) -> list[tuple[float, float]]:
+    """Rank 1 comes ``delay_s`` late to each F, so rank 0 waits for its shards: seconds that each F took, and waited."""
+    trainer = Trainer(config, Mesh.distributed(config.layout, env.rank))
+    batches = list(train_sampler(config, data, env.rank).batches(0))
+    for step in range(2):
+        trainer.step(batches, step)
+        if env.rank == 1:
+            trainer.executor.on_action = lambda action: time.sleep(delay_s if action.kind is Kind.F else 0)
+    waits = trainer.executor.waits
+    assert {wait.verb for wait in waits} >= {"all_gather"} and all(wait.launch <= wait.start <= wait.end for wait in waits)
+    assert trainer.mesh.recorder.waits is None  # nothing grows between steps
+    return [(span.end - span.start, span.waited) for span in trainer.executor.spans if span.action.kind is Kind.F]
+
+
+def test_what_a_forward_waits_for_a_gather_is_not_its_computing(folder: Path, data: PreparedData) -> None:
+    config = make_config(str(folder), LLAMA, "dp=2,zero=3,microbatches=2,reshard=always")
+    first, _ = run_ranks(late_gathers, 2, data, config, 0.1)
+    assert len(first) == 2
+    for took, waited in first:
+        assert 0.08 < waited <= took
+
+
 def test_the_trace_has_three_lanes_for_each_rank(piped: tuple[RunConfig, list[dict[str, Any]]]) -> None:
     config, _ = piped
     events = json.loads((Path(config.train.run_dir) / "trace.json").read_text())["traceEvents"]
@@ -339,10 +443,73 @@ def test_the_trace_has_three_lanes_for_each_rank(piped: tuple[RunConfig, list[di
         mine = [e for e in events if e["pid"] == pid and e["ph"] == "X"]
         by_lane = {lane: [e for e in mine if lanes[pid, e["tid"]] == lane] for lane in ("compute", "communication", "idle")}
         assert [e["name"] for e in by_lane["compute"]] == [str(action) for action in rows[rank]] * 3
-        assert all(Kind(e["name"].rstrip("0123456789.")) not in COMPUTE for e in by_lane["communication"])
+        names_there = [e["name"] for e in by_lane["communication"] if not e["name"].startswith("wait for")]
+        assert names_there and all(Kind(name.rstrip("0123456789.")) not in COMPUTE for name in names_there)
         for e in by_lane["idle"]:  # no computation reaches into it
             assert all(c["ts"] + c["dur"] <= e["ts"] + 1 or c["ts"] >= e["ts"] + e["dur"] - 1 for c in by_lane["compute"])
     assert any(e.get("cat") == "cpu_op" for e in events)  # PyTorch's own profile of rank 0
+
+
+# ------------------------------------------------------------------------------------------ small cases of pipelines
+
+
+def uneven_batch(env: RankEnv | None, config: RunConfig) -> tuple[float, float]:
+    """Loss and norm of a step over 8 sequences in micro-batches of 3, 3 and 2."""
+    trainer = Trainer(config, Mesh.solo() if env is None else Mesh.distributed(config.layout, env.rank))
+    batches = random_batches(config.model, 2, 3, 48, seed=1) + random_batches(config.model, 1, 2, 48, seed=2)
+    result = trainer.step(batches, 0)
+    return result.loss, result.grad_norm
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_batch_that_does_not_divide_by_its_micro_batches(schedule: str, folder: Path) -> None:
+    """PP-02: the loss is that of one rank, weighed by tokens; each boundary carries what its micro-batch has."""
+    model = LLAMA | {"num_layers": 3}
+    alone = uneven_batch(None, make_config(str(folder), model, "microbatches=3,precision=fp64"))
+    config = make_config(str(folder), model, f"pp=3,microbatches=3,schedule={schedule},precision=fp64")
+    for found in run_ranks(uneven_batch, 3, config):
+        assert found == pytest.approx(alone, rel=1e-9)
+
+
+def test_steps_go_on_where_the_data_ends_in_the_middle_of_a_batch(folder: Path, data: PreparedData) -> None:
+    """PP-06: no partial batch; the next epoch fills it, every rank makes the same number of steps."""
+    text = folder / "few.jsonl"
+    text.write_text("".join((folder / "documents.jsonl").read_text().splitlines(keepends=True)[:40]))
+    runs = {}
+    for pp in (1, 2):
+        config = make_config(
+            str(folder), LLAMA, f"pp={pp},microbatches=4,precision=fp64",
+            [f"data.sources={text}", "data.valid_fraction=0", f"train.run_dir={folder}/few-{pp}"],
+        )  # fmt: skip
+        options = RunOptions()
+        windows = sum(part.num_windows for part in train_sampler(config, prepare_run(config, options), 0).blend.datasets)
+        assert windows % 4
+        config = config.model_copy(update={"train": config.train.model_copy(update={"steps": windows // 4 + 2})})
+        summaries = run_loop(config, options)
+        assert [summary["steps"] for summary in summaries] == [windows // 4 + 2] * pp
+        runs[pp] = losses(config)
+    assert len(runs[2]) == len(runs[1]) and runs[2] == pytest.approx(runs[1], rel=1e-9)
+
+
+def test_what_only_one_stage_has_is_told_and_exported_once(folder: Path) -> None:
+    """PP-07: three stages of one layer; parameters, lr, loss and norm are those of one rank, each exported tensor is there."""
+    told, exported = {}, {}
+    for pp in (1, 3):
+        config = make_config(
+            str(folder), LLAMA | {"num_layers": 3}, f"pp={pp},microbatches=4,precision=fp64",
+            ["train.steps=2", "train.save_every=2", f"train.run_dir={folder}/told-{pp}", "optim.name=adamw", "optim.lr=0.01"],
+        )  # fmt: skip
+        run_loop(config, RunOptions())
+        run_dir = Path(config.train.run_dir)
+        told[pp] = [record[key] for record in read_metrics(run_dir) for key in ("loss", "lr", "grad_norm")]
+        convert(run_dir / "checkpoints" / "step-2", folder / f"exported-{pp}")
+        exported[pp] = load_hf(folder / f"exported-{pp}")[1]
+    assert told[3] == pytest.approx(told[1], rel=1e-8) and len(told[3]) == 6
+    specs = parameter_specs(config.model)
+    assert list(exported[3]) == list(exported[1]) and set(exported[3]) == set(specs)
+    assert sum(value.numel() for value in exported[3].values()) == config.model.num_parameters()
+    for name, value in exported[3].items():
+        assert torch.allclose(value, exported[1][name], rtol=1e-6, atol=1e-9), name
 
 
 @pytest.mark.parametrize(

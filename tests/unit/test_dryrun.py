@@ -9,10 +9,13 @@ from torch import Tensor
 
 from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import parameter_specs
-from shardwright.plan.compute import Shape
-from shardwright.plan.memory import in_flight
+from shardwright.plan.compute import Shape, layer_kind
+from shardwright.plan.memory import MemoryModel, in_flight
+from shardwright.plan.stack import Stack
+from shardwright.plan.stages import ParameterTable, layers_per_stage, rank_units
 from shardwright.train import dryrun
 from shardwright.train.dryrun import DryExecutor, dry_run, dry_stage
+from shardwright.verify.memory import memory_differences
 from shardwright.verify.parity import dry_step, first_of_each_stage
 
 MODEL = {
@@ -101,6 +104,40 @@ def test_activations_follow_the_schedule() -> None:
     middle = peaks["gpipe", 6] // 6  # one micro-batch of a stage without ends
     assert peaks["1f1b", 6] == middle * in_flight(config("pp=4,microbatches=6").layout, 1) == 3 * middle
     assert peaks["1f1b", 12] == peaks["1f1b", 6]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "dualpipe_v", "1f1b"])
+def test_what_waits_for_its_weight_gradient_is_planned(schedule: str, tp: int, recompute: str) -> None:
+    """x and dy of every product between B and W: to the byte; all activations within a quarter."""
+    run = config(f"pp=2,tp={tp},schedule={schedule},microbatches=8,recompute={recompute}", dim=64, ffn_dim=128)
+    for rank in first_of_each_stage(run.layout):
+        stage = run.layout.grid.coordinates(rank)["pp"]
+        found, ledger = dry_stage(run, rank, stage).memory, dry_step(run, rank)
+        model, layout = run.model, run.layout
+        kinds = tuple(layer_kind(model, layer) for layer in range(model.num_layers))
+        units = rank_units(layout, stage, layers_per_stage(model, layout), kinds)
+        memory, shape = MemoryModel(model, ParameterTable(model), Stack()), Shape.of(layout, 16)
+        waiting = memory.waiting_bytes(layout, stage, units, shape)
+        assert found.parts.get("held for W", 0) == ledger.peak.get("held for W", 0) == waiting
+        assert (waiting > 0) == (schedule != "1f1b")
+        assert (ledger.peak.get("gathered for W", 0) > 0) == (waiting > 0 and tp == 2)
+        assert memory_differences(run, ledger, rank) == []
+        planned = memory.stage(layout, stage, units, shape)
+        assert planned.parts.get("held for W", 0) <= waiting
+        assert planned.activations == pytest.approx(found.activations, rel=0.25)
+
+
+def test_what_is_kept_for_its_weight_gradient_counts_when_inputs_are_all_that_is_saved() -> None:
+    """Of ZB-H1 with recompute=full most of it; each storage once, and what sequence parallelism gathered whole."""
+    run = config("pp=2,schedule=zb_h1,microbatches=4,recompute=full,precision=bf16")
+    dim, ffn, kv = MODEL["dim"], MODEL["ffn_dim"], MODEL["dim"] // 2
+    layer = 2 * 16 * (4 * dim + (2 * dim + 2 * kv) + 3 * ffn)
+    head = 2 * 16 * (dim + MODEL["vocab_size"])
+    assert [stage.memory.parts["held for W"] for stage in dry_run(run).stages] == [2 * layer, 2 * (2 * layer + head)]
+    split = dry_run(config("pp=2,tp=2,schedule=zb_h1,microbatches=4,recompute=full,precision=bf16")).stages[0]
+    assert split.memory.parts["gathered for W"] == 2 * (2 * 16 * 4 * dim)
 
 
 def test_activation_bytes_of_a_layer_are_counted_by_storage() -> None:

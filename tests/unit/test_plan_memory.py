@@ -31,6 +31,7 @@ from shardwright.plan.rows import gpt
 from shardwright.plan.stack import Stack
 from shardwright.plan.stages import Parameters, ParameterTable, RankUnits, layers_per_stage, rank_units
 from shardwright.plan.step_time import Pricer
+from shardwright.schedule.make import make_schedule
 
 GB = 1e9
 MIXED = {"precision": "bf16", "reduce_dtype": "bf16"}
@@ -341,3 +342,22 @@ def test_last_stage_holds_logits_of_its_tokens() -> None:
     assert last.parts["logits"] == 4096 * 128256 // 2 * 8
     assert first.parts["saved by layers"] == 2 * last.parts["saved by layers"]
     assert memory.stage(layout, 0, RankUnits((), False, False), Shape.of(layout, 4096)).model_state == 0
+
+
+def test_a_schedule_from_a_file_holds_what_its_rows_hold(tmp_path: Path) -> None:
+    """The rows of 1F1B as a file are 1F1B; those of ZB-H1 wait for W like ZB-H1's."""
+    model = preset("llama-3.1-8b")
+    kinds = tuple(layer_kind(model, layer) for layer in range(model.num_layers))
+    memory = MemoryModel(model, ParameterTable(model), FUSED)
+    for name in ("1f1b", "zb_h1"):
+        layout = Layout(pp=8, microbatches=32, schedule=name, **MIXED)
+        path = tmp_path / f"{name}.txt"
+        path.write_text(str(make_schedule(layout)))
+        for recompute in ("none", "full"):
+            given = layout.with_(recompute=recompute)
+            read = given.with_(schedule=f"file:{path}")
+            for rank in (0, 3, 7):
+                units = rank_units(given, rank, layers_per_stage(model, given), kinds)
+                mine, its = (memory.stage(one, rank, units, Shape.of(one, 8192)) for one in (given, read))
+                assert its.activations == pytest.approx(mine.activations, rel=1e-9), (name, recompute, rank)
+                assert in_flight(read, rank) == in_flight(given, rank)

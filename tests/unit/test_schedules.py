@@ -108,13 +108,14 @@ def test_memory_in_bytes_and_by_stage() -> None:
     schedule = zero_bubble_h1(2, 4)
     assert in_flight_by_stage(schedule) == in_flight(schedule) == (2, 2)
     assert peak_bytes(schedule, [100, 10]) == (200, 20)
-    assert peak_bytes(schedule, [100, 10], freed_at_backward=1.0) == (200, 10)
-    assert peak_bytes(schedule, [100, 10], freed_at_backward=0.4) == pytest.approx((200, 16))
+    assert peak_bytes(schedule, [100, 10], [0, 0]) == (200, 10)
+    assert peak_bytes(schedule, [100, 10], [60, 6]) == pytest.approx((200, 16))
+    assert peak_bytes(schedule, [100, 10], [100, 50]) == (200, 100)  # as two wait for W
     assert in_flight_by_stage(zero_bubble_v(2, 8)) == (4, 3, 2, 1)
     with pytest.raises(ConfigError, match="1 stage sizes were given for 2 stages"):
         peak_bytes(schedule, [1])
-    with pytest.raises(ConfigError, match=r"freed_at_backward=1\.5 must lie between 0 and 1"):
-        peak_bytes(schedule, [1, 1], 1.5)
+    with pytest.raises(ConfigError, match="3 stage sizes were given for 2 stages"):
+        peak_bytes(schedule, [1, 1], [1, 1, 1])
 
 
 def test_layouts_that_make_no_schedule_are_refused() -> None:

@@ -275,7 +275,23 @@ def test_the_verb_draws_and_says_what_would_fill_better() -> None:
     code, out = invoke("interleaved", "--stages", "4", "--microbatches", "7", "--virtual", "2", "--w", "0.5")
     assert code == 0
     assert "rank 3" in out and "4 or 8 micro-batches fill this schedule better" in out
-    assert "closed form (p-1)/(vm+p-1) = 17.65%" in out and "in flight at most, by rank: 11, 9, 7, 5" in out
+    assert "closed form" not in out and "in flight at most, by rank: 11, 9, 7, 5" in out
+    code, out = invoke("interleaved", "--stages", "4", "--microbatches", "8", "--virtual", "2", "--w", "0.5")
+    assert code == 0 and "closed form (p-1)/(vm+p-1) = 15.79%" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "virtual", "holds"),
+    [("interleaved", 4, 6, 2, False), ("interleaved", 4, 8, 2, True), ("dualpipe_v", 3, 3, 1, False), ("zb_v", 3, 5, 1, False),
+     ("zb_h1", 4, 3, 1, False), ("zb_h1", 4, 4, 1, True), ("1f1b", 4, 2, 1, True), ("gpipe", 4, 1, 1, True)],
+)  # fmt: skip
+def test_a_closed_form_is_given_only_where_it_holds(
+    name: str, stages: int, microbatches: int, virtual: int, holds: bool
+) -> None:
+    found = report(name, stages, microbatches, virtual, (10, 11, 8)).to_json()
+    assert (found["closed_form"] is not None) == holds
+    if holds:
+        assert found["bubble_fraction"] == pytest.approx(found["closed_form"])
 
 
 def test_the_verb_reports_a_broken_file(tmp_path: Path) -> None:

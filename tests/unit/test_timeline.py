@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.layout import SCHEDULES, Layout
+from shardwright.schedule.action import Kind
 from shardwright.schedule.make import INTERLEAVED, make_schedule
 from shardwright.schedule.memory import in_flight_by_stage
-from shardwright.schedule.simulate import Costs, Timeline, simulate
+from shardwright.schedule.simulate import Costs, Span, Timeline, simulate
 from shardwright.train.timeline import RankClock, pipeline_report, write_trace
 
 
@@ -46,6 +47,55 @@ def test_the_clocks_own_times_give_its_own_bubble(name: str) -> None:
         assert seconds["F"] == pytest.approx(2.0 if stage == report.slowest_stage else 1.0)
         assert seconds["B"] + seconds["W"] == pytest.approx(2.0)
     json.dumps(report.to_json())
+
+
+def test_waiting_inside_an_action_is_not_computing(tmp_path: Path) -> None:
+    """A stage whose forward stands still for a gather is not the slowest one; what it waits for is idle time."""
+    timeline, path = timeline_of("1f1b"), tmp_path / "trace.json"
+    clocks = clocks_of(timeline, steps=0)
+    for clock in clocks:
+        spans, messages = [], []
+        for span in timeline.spans(clock.rank):
+            waited = 0.5 if span.action.kind is Kind.F else 0.0
+            spans.append(Span(span.action, span.start, span.end, waited))
+            if waited:
+                messages.append(("all_gather", "dp", "bucket", span.start - 0.25, span.start + 0.25, span.start + 0.75))
+        for _ in range(2):
+            clock.add(spans, {}, messages, trace=True)
+    report = pipeline_report(timeline.schedule, clocks)
+    assert report is not None
+    assert report.stage_seconds[0]["F"] == pytest.approx(0.5) and report.stage_seconds[3]["F"] == pytest.approx(1.5)
+    more = 8 * 0.5
+    assert report.idle_seconds == pytest.approx([idle + more for idle in timeline.idle])
+    assert report.bubble_fraction == pytest.approx(timeline.bubble_fraction + more / timeline.makespan)
+    write_trace(path, clocks)
+    events = json.loads(path.read_text())["traceEvents"]
+    shown = [event for event in events if event["ph"] == "X"]
+    idle = sum(event["dur"] for event in shown if event["cat"] == "idle")
+    assert idle == pytest.approx(2 * sum(report.idle_seconds) * 1e6)
+    computed = sum(event["dur"] for event in shown if event["cat"] == "compute")
+    assert computed + idle == pytest.approx(2 * 4 * timeline.makespan * 1e6)
+    waits = [event for event in shown if event["cat"] == "communication"]
+    assert {(event["name"], round(event["dur"])) for event in waits} == {("wait for all_gather bucket", 500_000)}
+    assert len(waits) == 2 * 4 * 8
+    under_way = [event for event in events if event["ph"] in "be"]
+    assert len(under_way) == 2 * len(waits)
+    first = [event["ts"] for event in under_way if event["id"] == under_way[0]["id"]]
+    assert max(first) - min(first) == pytest.approx(1e6)  # from launch to end
+
+
+def test_the_last_steps_of_a_short_run_are_traced(tmp_path: Path) -> None:
+    """Also of a run of one step, or of two; of long ones the third to the fifth."""
+    timeline = timeline_of("1f1b")
+    for steps, drawn in ((1, [0]), (2, [0, 1]), (4, [1, 2, 3]), (9, [2, 3, 4])):
+        clock = RankClock(0, 0)
+        for step in range(steps):
+            spans = [Span(span.action, span.start + step, span.end + step) for span in timeline.spans(0)]
+            clock.add(spans, {}, trace=True)
+        assert [spans[0].start for spans, _ in clock.traced] == drawn
+        path = tmp_path / f"{steps}.json"
+        write_trace(path, [clock])
+        assert any(event.get("cat") == "compute" for event in json.loads(path.read_text())["traceEvents"])
 
 
 def test_the_first_step_does_not_count_and_no_step_gives_no_report() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,17 @@ from shardwright.core.ledger import Ledger, LedgerEntry, ring_bytes
 _T = TypeVar("_T")
 
 
+class Wait(NamedTuple):
+    """One message and when the rank stood still for it: launched, waited for from ``start`` to ``end`` (`time.perf_counter`)."""
+
+    verb: str
+    axis: str
+    tensor: str
+    launch: float
+    start: float
+    end: float
+
+
 class Recorder:
     """The ledger that all axes of one rank write into, and the phase that the step is in."""
 
@@ -28,6 +39,8 @@ class Recorder:
         self.ledger = Ledger()
         self.flight: FlightRecorder | None = None
         """Where every verb is written too, if anywhere."""
+        self.waits: list[Wait] | None = None
+        """Each wait as it ends, if somebody keeps them."""
         self._phase = "setup"
         self._transports: dict[str, Comm] = {}
         self._seen: dict[str, int] = {}
@@ -105,6 +118,8 @@ class _RecordedWork(Work):
         now = time.perf_counter()
         self._entry.exposed_seconds += now - before
         self._entry.seconds += now - self._start
+        if (waits := self._recorder.waits) is not None:
+            waits.append(Wait(self._entry.verb, self._entry.axis, self._entry.tensor, self._start, before, now))
 
     @property
     def done(self) -> bool:
@@ -178,9 +193,11 @@ class RecordComm(Comm):
     def _timed(self, entry: LedgerEntry, call: Callable[[], _T], num_bytes: int) -> _T:
         start = time.perf_counter()
         result = self._stand(entry.verb, entry.tensor, call, num_bytes)
-        seconds = time.perf_counter() - start
-        entry.seconds += seconds
-        entry.exposed_seconds += seconds
+        end = time.perf_counter()
+        entry.seconds += end - start
+        entry.exposed_seconds += end - start
+        if self.recorder.waits is not None:
+            self.recorder.waits.append(Wait(entry.verb, entry.axis, entry.tensor, start, start, end))
         return result
 
     def _stand(self, verb: str, name: str, call: Callable[[], _T], num_bytes: int) -> _T:

@@ -105,7 +105,8 @@ class Ledger:
 
     ``memory`` is what stays between steps, ``peak`` the most that a class had at any time of the step: of parameters,
     gradients and optimizer state the same, of gathered parameters and buffers what their ``windows`` add up to. Classes in
-    host memory (offload) begin with ``host``.
+    host memory (offload) begin with ``host``. Of schedules that split the backward ``held for W`` is what weight gradients hold
+    between B and W, x and dy of each product, and ``gathered for W`` the part of it that is gathered tokens (sp).
 
     ``dispatches``: by layer, in order, how the step's tokens went to their experts (one step only).
     """

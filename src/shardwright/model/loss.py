@@ -9,6 +9,7 @@ Notation: T tokens, D model dim, V vocabulary rows of the rank. Targets of -100 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +122,8 @@ class _HeadLoss(torch.autograd.Function):
             if slot is None:
                 d_weight = gradient.t() @ scaled
             else:
-                slot.queue.submit(lambda: write_linear([slot], gradient, scaled))
+                split = ctx.region.sequence and ctx.region.size > 1
+                slot.queue.submit(partial(write_linear, [slot], gradient, scaled), scaled if split else None)
         return dx, d_weight, None, None, None, None
 
 

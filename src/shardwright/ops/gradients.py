@@ -7,12 +7,12 @@ slot takes autograd's ordinary way. A slot is found on the parameter itself, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.errors import ConfigError
 
@@ -29,24 +29,63 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+class Waiting(NamedTuple):
+    """Bytes of the tensors that weight gradients hold from B to W, x and dy of each product; ``gathered``: of those the
+    tokens of other ranks that sequence parallelism gathered for it."""
+
+    bytes: int = 0
+    gathered: int = 0
+
+
 class GradQueue:
     """Weight gradients that wait for their W. While ``defer`` is set, writes are queued instead of done."""
 
     def __init__(self) -> None:
         self.defer = False
         self._waiting: list[Callable[[], None]] = []
+        self._gathered: list[Tensor] = []
 
-    def submit(self, write: Callable[[], None]) -> None:
-        """Do ``write`` now, or keep it for :meth:`take`."""
+    def submit(self, write: Callable[[], None], gathered: Tensor | None = None) -> None:
+        """Do ``write`` now, or keep it for :meth:`take`; ``gathered`` is what it holds of other ranks' tokens, if anything."""
         if self.defer:
             self._waiting.append(write)
+            if gathered is not None:
+                self._gathered.append(gathered)
         else:
             write()
 
+    def waiting(self) -> Waiting:
+        """What the writes that wait hold, each storage once; parameters are not counted."""
+        held = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(self._waiting)}
+        gathered = {storage_of(tensor) for tensor in self._gathered}
+        return Waiting(sum(held.values()), sum(size for storage, size in held.items() if storage in gathered))
+
     def take(self) -> list[Callable[[], None]]:
         """The writes that wait, in order; the queue is empty afterwards."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._gathered = self._waiting, [], []
         return waiting
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identity of what holds a tensor's values, while that lives (on meta all data pointers are alike)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
+    """Tensors among ``values`` but parameters, in sequences and dataclasses of them, and in what functions among them have
+    captured or were given in advance."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter):
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+        elif isinstance(value, partial):
+            yield from tensors_in((value.func, *value.args, *value.keywords.values()))
+        elif callable(value) and getattr(value, "__closure__", None):
+            yield from tensors_in(cell.cell_contents for cell in value.__closure__)  # type: ignore[attr-defined]
+        elif hasattr(value, "__dataclass_fields__"):
+            yield from tensors_in(vars(value).values())
 
 
 class GradSlot:

@@ -46,19 +46,22 @@ def input_gradient(dy: Tensor, weights: Sequence[Tensor], out: Tensor | None = N
 
 
 def weight_gradients(
-    weights: Sequence[Tensor], wanted: Sequence[bool], dy: Tensor, x: Tensor
+    weights: Sequence[Tensor], wanted: Sequence[bool], dy: Tensor, x: Tensor, gathered: Tensor | None = None
 ) -> list[Tensor | None]:
-    """dW of each wanted weight: through its slot (then None is returned), else as a tensor for autograd."""
+    """dW of each wanted weight: through its slot (then None is returned), else as a tensor for autograd.
+
+    ``gathered``: x or dy, where it has the tokens of other ranks too.
+    """
     slots = [slot_of(weight) for weight in weights]
     if all(wanted) and all(slot is not None for slot in slots):
         ready = [slot for slot in slots if slot is not None]
-        ready[0].queue.submit(partial(write_linear, ready, dy.detach(), x.detach()))
+        ready[0].queue.submit(partial(write_linear, ready, dy.detach(), x.detach()), gathered)
         return [None] * len(weights)
     gradients: list[Tensor | None] = []
     pieces = dy.split([weight.shape[0] for weight in weights], dim=1)
     for slot, want, piece in zip(slots, wanted, pieces, strict=True):
         if want and slot is not None:
-            slot.queue.submit(partial(write_linear, [slot], piece.detach(), x.detach()))
+            slot.queue.submit(partial(write_linear, [slot], piece.detach(), x.detach()), gathered)
         gradients.append(piece.t() @ x if want and slot is None else None)
     return gradients
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.base import Comm, Work
-from shardwright.comm.record import Recorder
+from shardwright.comm.record import Recorder, Wait
 from shardwright.errors import RankError
-from shardwright.ops.gradients import GradQueue
+from shardwright.ops.gradients import GradQueue, Waiting
 from shardwright.schedule.action import Action, Kind, Schedule
 from shardwright.schedule.passes import receives_to_post
 from shardwright.schedule.simulate import Span
@@ -104,7 +104,8 @@ class _InFlight:
 
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
-    deferred: list[tuple[str, list[Callable[[], None]]]] = field(default_factory=list)
+    deferred: deque[tuple[str, Waiting, list[Callable[[], None]]]] = field(default_factory=deque)
+    """Of each unit whose W is due: what its weight gradients hold, and themselves."""
 
 
 class Executor:
@@ -114,8 +115,10 @@ class Executor:
     ranks that the tokens between units are split over (tp with sequence parallelism); stages exchange T / token_shards
     rows. ``reduce_each``: the reducer hears of every micro-batch's W, not of the last one's only.
 
-    After a step ``spans`` has the start and end of each action (``time.perf_counter``; on CUDA, when it was launched) and
-    ``most_in_flight`` the most micro-batches that each stage held. ``note`` is told what the rank is at, in words.
+    After a step ``spans`` has the start and end of each action (``time.perf_counter``; on CUDA, when it was launched) and how
+    long it waited for messages, gathers and reductions among them; ``waits`` has those waits.
+    ``most_in_flight`` the most micro-batches that each stage held; ``most_waiting`` is what all weight gradients between
+    their B and W held when that was most. ``note`` is told what the rank is at, in words.
     """
 
     def __init__(
@@ -142,7 +145,9 @@ class Executor:
         self._sends: deque[tuple[Work, Tensor]] = deque()
         self._most_sends = 2 * schedule.num_stages + 2  # where a transport does not tell what has been taken
         self.spans: list[Span] = []
+        self.waits: list[Wait] = []
         self.most_in_flight: Counter[int] = Counter()
+        self.most_waiting = Waiting()
         self.on_action: Callable[[Action], None] | None = None
         self.note: Callable[[str], None] | None = None
         self._handlers: dict[Kind, Callable[[int, int], None]] = {
@@ -171,6 +176,8 @@ class Executor:
         self._weights_done = dict.fromkeys(self.stages, 0)
         self._held: Counter[int] = Counter()
         self.spans, self.most_in_flight = [], Counter()
+        self.waits = self.recorder.waits = []
+        self._now_waiting = self.most_waiting = Waiting()
         self._loss = torch.zeros((), dtype=loss_scale.dtype, device=loss_scale.device)
         self.weights.begin()
         for source in self._expected:
@@ -179,6 +186,7 @@ class Executor:
             self._act(action)
         while self._sends:
             self._sends.popleft()[0].wait()
+        self.recorder.waits = None
         assert not self._in_flight, f"micro-batches left in flight: {sorted(self._in_flight)}"
         return self._loss
 
@@ -187,13 +195,13 @@ class Executor:
             self.note(in_words(action))
         if self.on_action is not None:
             self.on_action(action)
-        start = time.perf_counter()
+        waits, start = len(self.waits), time.perf_counter()
         try:
             with self.recorder.phase(_PHASES[action.kind]):
                 self._handlers[action.kind](action.stage, action.microbatch)
         except RankError as error:
             raise RankError(f"{error}; the rank was at {in_words(action)}", rank=error.rank) from error
-        self.spans.append(Span(action, start, time.perf_counter()))
+        self.spans.append(Span(action, start, time.perf_counter(), _seconds(self.waits, waits)))
 
     # -- compute -----------------------------------------------------------------------------------------
 
@@ -262,7 +270,9 @@ class Executor:
             del y
             self.weights.release(name)
             if defer:
-                flight.deferred.append((name, queue.take()))
+                held = self._waiting(stage, name)
+                self._count_waiting(held, 1)
+                flight.deferred.append((name, held, queue.take()))
             else:
                 self._unit_written(stage, name)
         queue.defer = False
@@ -273,11 +283,23 @@ class Executor:
 
     @torch.no_grad()
     def _weights(self, stage: int, m: int) -> None:
-        for name, writes in self._in_flight[stage, m].deferred:
-            for write in writes:
-                write()
+        deferred = self._in_flight[stage, m].deferred
+        while deferred:
+            name, held, writes = deferred.popleft()
+            while writes:
+                writes.pop(0)()  # nothing is held longer than it is needed
+            self._count_waiting(held, -1)
             self._unit_written(stage, name)
         self._microbatch_written(stage, m)
+
+    def _waiting(self, stage: int, name: str) -> Waiting:
+        """What the weight gradients of the unit that has just had its B hold."""
+        return self.reducer.queue.waiting()
+
+    def _count_waiting(self, held: Waiting, sign: int) -> None:
+        now = self._now_waiting
+        self._now_waiting = Waiting(now.bytes + sign * held.bytes, now.gathered + sign * held.gathered)
+        self.most_waiting = max(self.most_waiting, self._now_waiting)
 
     def _unit_written(self, stage: int, unit: str) -> None:
         if self.reduce_each or self._weights_done[stage] + 1 == self.schedule.num_microbatches:
@@ -385,6 +407,16 @@ class Executor:
             elif place[stage + 1] != self.pp.rank:
                 self._send(x, place[stage + 1], f"activations.{stage}")
         return loss
+
+
+def _seconds(waits: Sequence[Wait], first: int) -> float:
+    """Time that the waits from number ``first`` on cover. They are in order of their ends; one may lie inside the next."""
+    total, covered = 0.0, float("inf")
+    for index in range(len(waits) - 1, first - 1, -1):
+        _, _, _, _, start, end = waits[index]
+        total += max(0.0, min(end, covered) - min(start, covered))
+        covered = min(start, covered)
+    return total
 
 
 def in_words(action: Action) -> str:

@@ -167,7 +167,7 @@ class _ColumnLinear(torch.autograd.Function):
                 reducing.append(region.start_sum(partial, f"{ctx.name} gradient"))
         if gathering is not None:
             gathering.wait()
-        gradients = weight_gradients(ctx.parameters[:count], wanted[:count], dy, whole)
+        gradients = weight_gradients(ctx.parameters[:count], wanted[:count], dy, whole, None if gathering is None else whole)
         gradients += bias_gradients(ctx.parameters[count:], wanted[count:], dy)
         dx = _joined_rows([summing.wait() for summing in reducing])
         return (dx, None, None, None, *gradients)
@@ -208,7 +208,10 @@ class _RowLinear(torch.autograd.Function):
                 dx_chunks.append(input_gradient(chunk, [weight]))
         dx = region.merged(dx_chunks, pieces) if dx_chunks else None
         wanted = [ctx.needs_input_grad[1]]
-        (d_weight,) = weight_gradients([ctx.weight], wanted, region.merged(gathered, pieces), x) if wanted[0] else [None]
+        if not wanted[0]:
+            return dx, None, None, None
+        whole = region.merged(gathered, pieces)
+        (d_weight,) = weight_gradients([ctx.weight], wanted, whole, x, whole if region.sequence else None)
         return dx, d_weight, None, None
 
 

@@ -20,6 +20,11 @@ t = tp, σ = t with sequence parallelism, else 1), 2-byte values::
 
 For GPT with dropout and unfused scores this is the paper's ``s b h (10 + 24/t + 5 a s/(h t))``. ``selective`` drops the
 scores, ``full`` keeps the input of each layer only (``2 T D/σ``) and has one layer at a time in full.
+
+Where a schedule splits the backward, B frees all that and leaves x and dy of every product until W; what sequence
+parallelism gathers for a product is whole there (A: F for each matrix that leads into the MLP, SwiGLU two)::
+
+    T [ 2 (4 D + (2 N H + 2 K H)/t + (F + A)/t) ]
 """
 
 from __future__ import annotations
@@ -36,8 +41,10 @@ from shardwright.plan.buffers import Peaks, Walk, by_size, by_unit
 from shardwright.plan.compute import ACTIVATION_BYTES, LayerKind, Shape
 from shardwright.plan.stack import Stack
 from shardwright.plan.stages import Parameters, ParameterTable, RankUnits, chunks_per_rank
+from shardwright.schedule import memory as held_by
 from shardwright.schedule.action import Schedule
 from shardwright.schedule.make import make_schedule
+from shardwright.schedule.memory import Moment, Peak, StageBytes, moments, peak_of
 
 PARAMETER_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4}
 """Bytes of a working parameter; 2 in the other precisions."""
@@ -45,6 +52,8 @@ GRADIENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 WALKED_ROUNDS, LEAST_WALKED = 3, 4
 """Rounds of pp micro-batches each, and micro-batches at least, after which buffers have been as full as they will be: two
 buffers are on their way, and from a bucket's second reduction on there is a shard beside each."""
+SPLIT = ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
+"""Schedules with B and W of their own."""
 
 
 def optimizer_bytes(precision: str, stack: Stack | None = None) -> float:
@@ -206,16 +215,42 @@ def logits_bytes(model: ModelConfig, shape: Shape, precision: str, stack: Stack 
     return shape.tokens * ceil(model.vocab_size / split) * each
 
 
+def deferred_bytes(model: ModelConfig, kind: LayerKind, shape: Shape, precision: str) -> float:
+    """x and dy of every product of one layer for one micro-batch: what is held between B and W."""
+    size, tp = ACTIVATION_BYTES.get(precision, 2), shape.tp
+    inward = 2 if model.activation == "swiglu" else 1
+    heads, kv_heads = model.num_heads / tp, model.num_kv_heads / (tp if model.num_kv_heads >= tp else 1)
+    if model.mla is None:
+        inside = (2 * heads + 2 * kv_heads) * model.head_dim
+    else:
+        mla = model.mla
+        queries = heads * model.head_dim + 2 * (mla.q_lora_rank or 0)
+        latents = 2 * mla.kv_lora_rank + mla.rope_head_dim
+        inside = queries + latents + heads * (mla.nope_head_dim + 2 * mla.v_head_dim)
+    whole = shape.tokens * (2 * model.dim + inside)
+    if not kind.moe:
+        return size * (whole + shape.tokens * (2 * model.dim + (1 + inward) * model.ffn_dim / tp))
+    moe = model.moe
+    assert moe is not None
+    own = shape.tokens / tp
+    routed = own * moe.top_k * (2 * model.dim + (1 + inward) * moe.expert_dim)
+    shared = shape.tokens * (2 * model.dim + (1 + inward) * moe.shared_dim / tp) if moe.shared_dim else 0
+    return size * (whole + routed + shared) + max(4, size) * own * (model.dim + moe.num_experts)
+
+
 def in_flight(layout: Layout, rank: int) -> float:
     """Micro-batches whose activations pipeline rank ``rank`` holds at its peak, in units of the rank's whole share.
 
-    GPipe m; 1F1B min(p - r, m); interleaved (v-1)p + 2(p-r) - 1 chunks of 1/v; the zero-bubble kinds p on every rank;
-    DualPipeV half a micro-batch more. Never more than m.
+    GPipe m; 1F1B min(p - r, m); interleaved (v-1)p + 2(p-r) - 1 chunks of 1/v; the zero-bubble kinds p on every rank, from
+    F to W; DualPipeV half a micro-batch more. Never more than m. Of a file what its rows say.
     """
     p, m, chunks = layout.pp, layout.microbatches, chunks_per_rank(layout)
+    if layout.schedule.startswith("file:"):
+        schedule = _schedule(layout.schedule, p, layout.virtual, m)
+        return held_by.in_flight(schedule)[rank] / max(1, len(schedule.stages_of(rank)))
     if p == 1:
         return 1.0
-    if layout.schedule == "gpipe" or layout.schedule.startswith("file:"):
+    if layout.schedule == "gpipe":
         return float(m)
     if layout.schedule == "1f1b":
         return float(min(p - rank, m))
@@ -233,6 +268,11 @@ def in_flight(layout: Layout, rank: int) -> float:
 def _schedule(name: str, pp: int, virtual: int, microbatches: int) -> Schedule:
     """The rows that a layout's buffers are walked along."""
     return make_schedule(Layout(schedule=name, pp=pp, virtual=virtual, microbatches=microbatches))
+
+
+@lru_cache(maxsize=256)
+def _moments(name: str, pp: int, virtual: int, microbatches: int, rank: int) -> frozenset[Moment]:
+    return moments(_schedule(name, pp, virtual, microbatches), rank)
 
 
 def _walked(layout: Layout) -> int:
@@ -289,25 +329,33 @@ class MemoryModel:
         state["gradients"] = max(0.0, late - activations.get("logits", 0.0))
 
     def _activations(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> dict[str, float]:
-        model, precision, flying = self.model, layout.precision, in_flight(layout, rank)
+        model, precision = self.model, layout.precision
         size = ACTIVATION_BYTES.get(precision, 2)
         kept = sum(
             count * layer_activation_bytes(model, kind, shape, precision, self.stack, layout.recompute)
             for kind, count in units.layers
         )
-        found = {"saved by layers": kept * flying}
-        logits = logits_bytes(model, shape, precision, self.stack) if units.head else 0.0
+        one = {"saved by layers": kept}  # of one micro-batch, from its F to its B
+        logits, recomputed = logits_bytes(model, shape, precision, self.stack) if units.head else 0.0, 0.0
         if layout.recompute == "full" and units.layers:  # never at the same time as the logits
             layer = max(layer_activation_bytes(model, kind, shape, precision, self.stack) for kind, _ in units.layers)
-            found["one layer recomputed"] = max(0.0, layer - logits)
+            recomputed = max(0.0, layer - logits)
             ring = layout.cp > 1 and layout.cp_kind != "ulysses" and model.mla is None
             if ring and self.stack.keeps_attention:  # so that it runs once
                 width = size * model.head_dim + (8 if precision == "fp64" else 4)
                 each = shape.tokens * model.num_heads / layout.tp * width
-                found["attention outputs"] = each * sum(count for _, count in units.layers) * flying
+                one["attention outputs"] = each * sum(count for _, count in units.layers)
         hidden = size * shape.tokens * model.dim / shape.split
         if units.embedding and model.dropout > 0:
-            found["embedding"] = shape.tokens * model.dim / shape.split * flying
+            one["embedding"] = shape.tokens * model.dim / shape.split
+        if layout.schedule.startswith("file:") or (layout.pp > 1 and layout.schedule in SPLIT):
+            whole = sum(one.values())
+            peak = self._peak_of_rows(layout, rank, units, shape, whole, recomputed)
+            flying, recomputed = peak.saved / whole if whole else 0.0, peak.working
+        else:
+            flying, peak = in_flight(layout, rank), Peak()
+        found = {name: each * flying for name, each in one.items()}
+        found |= {"held for W": peak.waiting, "one layer recomputed": recomputed}
         if units.head:
             found["head"] = hidden + size * shape.tokens * model.dim  # norm's input, gathered input of the logits
             found["logits"] = logits
@@ -315,6 +363,34 @@ class MemoryModel:
                 columns = ceil(model.vocab_size / shape.tp)
                 found["logits of all micro-batches"] = layout.microbatches * size * shape.tokens * columns
         return found
+
+    def _peak_of_rows(
+        self, layout: Layout, rank: int, units: RankUnits, shape: Shape, saved: float, working: float
+    ) -> Peak:
+        """The fullest moment of the rank's row of the schedule, where one micro-batch leaves ``saved`` on all its stages."""
+        key = (layout.schedule, layout.pp, layout.virtual, _walked(layout))
+        stages = _schedule(*key).stages_of(rank)
+        layers, last, num = list(units.stages), len(stages) - 1, max(1, units.num_layers)
+        if len(layers) != len(stages):  # a file that has more stages than the layout says
+            layers = [units.num_units] * len(stages)
+            num, layers = num * len(stages), [count - units.embedding - units.head for count in layers]
+        else:
+            layers[0] -= units.embedding
+            layers[last] -= units.head
+        deferred = sum(count * deferred_bytes(self.model, kind, shape, layout.precision) for kind, count in units.layers)
+        size = ACTIVATION_BYTES.get(layout.precision, 2)
+        head = size * shape.tokens * (self.model.dim + ceil(self.model.vocab_size / shape.tp)) if units.head else 0.0
+        each = [
+            StageBytes(saved * count / num, deferred * count / num + head * (place == last), working, max(1, count))
+            for place, count in enumerate(layers)
+        ]
+        return peak_of(_moments(*key, rank), each)
+
+    def waiting_bytes(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> float:
+        """The most that weight gradients hold between B and W on one GPU of pipeline rank ``rank``; 0 where B has its W."""
+        if layout.pp == 1 or layout.schedule not in SPLIT:
+            return 0.0
+        return self._peak_of_rows(layout, rank, units, shape, 0.0, 0.0).waiting
 
     def _buffers(self, layout: Layout, shape: Shape) -> dict[str, float]:
         """Gathered tokens, key and value blocks, stage boundaries."""

@@ -121,9 +121,11 @@ def report(
         layout = Layout(schedule=name, pp=stages, microbatches=microbatches, virtual=virtual)
         schedule = make_schedule(layout)
         chunks = schedule.num_stages // len(schedule.rows)
-        closed = closed_form(schedule.name, stages, microbatches, chunks, f, b, w)
         good = good_counts(layout)
-        hint = "" if microbatches in good else f"{' or '.join(map(str, good))} micro-batches fill this schedule better"
+        fills = microbatches in good
+        holds = fills and (name != "zb_h1" or microbatches >= stages)  # else theory has no formula
+        closed = closed_form(schedule.name, stages, microbatches, chunks, f, b, w) if holds else None
+        hint = "" if fills else f"{' or '.join(map(str, good))} micro-batches fill this schedule better"
     problems = tuple(check(schedule if communicates(schedule) else add_communication(schedule)))
     return Report(schedule, problems, None if problems else simulate(schedule, Costs(f, b, w)), closed, hint)
 

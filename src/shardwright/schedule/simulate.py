@@ -49,11 +49,16 @@ class Costs:
 
 @dataclass(frozen=True)
 class Span:
-    """One action with its start and end."""
+    """One action with its start and end, and how much of that it stood still for messages (measured ones only)."""
 
     action: Action
     start: float
     end: float
+    waited: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        return self.end - self.start - self.waited
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,7 @@ def closed_form(
     1F1B, interleaved: Narayanan et al. 2021; ZB-H1: Qi et al. 2024; ZB-V: the fill of the V, below which no step with a
     barrier at its end can come; interleaved zero-bubble: that of ZB-H1 with chunks, ours; DualPipeV: DeepSeek's DualPipe
     repository, (PP/2 - 1)(F&B + B - 3W) with PP = 2p stages, there B = b + w, and F&B = f + b + w where overlapping
-    wins no time. The formulas hold from m >= p on (V-shaped: m >= 2p).
+    wins no time. The formulas hold for `make.good_counts`, of ZB-H1 from m >= p on.
     """
     p, m = ranks, num_microbatches
     exact = "closed form"

@@ -27,7 +27,7 @@ from shardwright.core.plan import StageMemory
 from shardwright.core.run_config import RunConfig
 from shardwright.model.context import Context
 from shardwright.ops.attention import Attend, CausalAttend
-from shardwright.ops.gradients import GradSlot, slot_of
+from shardwright.ops.gradients import GradSlot, Waiting, slot_of, storage_of, tensors_in
 from shardwright.parallel.context import ContextAttend
 from shardwright.parallel.pipeline import Executor, MicroBatch
 from shardwright.plan.collectives import predict_step
@@ -48,8 +48,8 @@ class UnitTrace:
     """Bytes that its backward holds on to; with full recomputation while it runs only."""
     kept: int = 0
     """Bytes that attention keeps between the forward and its recomputation."""
-    deferred: int = 0
-    """Bytes that its weight gradients hold on to between B and W."""
+    deferred: Waiting = field(default_factory=Waiting)
+    """What its weight gradients hold on to between B and W."""
     written_at_once: list[int] = field(default_factory=list)
     """Of its gradients those that are written in B although the others wait for W (norms)."""
     flops_forward: float = 0.0
@@ -144,6 +144,7 @@ def dry_stage(config: RunConfig, rank: int, stage: int) -> DryStage:
     held, peak = trainer.memory(), ledger.peak
     parts = {"gathered units": peak["gathered"], "buffers of gradients": peak["buffers"],
              "stage boundaries": executor.boundary_bytes()}  # fmt: skip
+    waiting = {name: peak.get(name, 0) for name in ("held for W", "gathered for W")}
     memory = StageMemory(
         stage=stage,
         parameters=held["parameters"],
@@ -151,7 +152,7 @@ def dry_stage(config: RunConfig, rank: int, stage: int) -> DryStage:
         optimizer=held["optimizer"],
         activations=executor.peak,
         buffers=sum(parts.values()),
-        parts={name: size for name, size in parts.items() if size},
+        parts={name: size for name, size in (parts | waiting).items() if size},
     )
     closed = predict_step(config.model, layout, seq, config.train.freeze, rank)
     differences = [f"stage {stage}: {line}" for line in closed.differences(ledger)]
@@ -219,7 +220,7 @@ class DryExecutor(Executor):
             y = torch.empty_like(trace.output)
         self.flops += trace.flops_again if again else trace.flops_forward
         if again:
-            self._hold(trace.saved - trace.kept)
+            self._hold(trace.saved - trace.kept - x.nbytes)
         else:
             self._hold(x.nbytes + trace.kept if self.recompute == "full" else trace.saved)
         return y
@@ -228,7 +229,7 @@ class DryExecutor(Executor):
         """Run the unit and note what it sends and what autograd saves."""
         unit, microbatch = self.stages[stage].units[name], self._microbatches[m]
         saved: list[Tensor] = [x]
-        known = {_storage(tensor) for tensor in [*_tensors_of(unit), *_tensors_in(vars(microbatch).values())]}
+        known = {storage_of(tensor) for tensor in [*_tensors_of(unit), *tensors_in(vars(microbatch).values())]}
 
         def keep(tensor: Tensor) -> Tensor:
             saved.append(tensor)
@@ -249,7 +250,7 @@ class DryExecutor(Executor):
             trace.forward, trace.flops_forward = entries, counter.get_total_flops() + attention
         trace.attention = attention or trace.attention  # none where an output was kept
         last = name == list(self.stages[stage].units)[-1]
-        excluded = known - {_storage(x)} | ({_storage(y)} if not last or y.dim() == 0 else set())
+        excluded = known - {storage_of(x)} | ({storage_of(y)} if not last or y.dim() == 0 else set())
         if last and y.dim() > 0:
             saved.append(y)
         trace.saved = _bytes(saved, excluded)
@@ -266,8 +267,8 @@ class DryExecutor(Executor):
             queue.submit(lambda: _mark_written(slots))
             gradient = torch.empty_like(x) if x.is_floating_point() else gradient
         self.flops += trace.flops_backward + trace.flops_weights
-        self._hold(-trace.saved - (x.nbytes if self.recompute == "full" else 0))
-        self._hold(trace.deferred if queue.defer else 0)
+        self._hold(-trace.saved)
+        self._hold(trace.deferred.bytes if queue.defer else 0)
         return gradient
 
     def _traced_backward(self, stage: int, m: int, name: str, x: Tensor, y: Tensor, gradient: Tensor) -> Tensor:
@@ -277,13 +278,12 @@ class DryExecutor(Executor):
         queue.defer = True
         with self._watched() as entries, self._counter as counter:
             gradient = super()._unit_backward(stage, m, name, x, y, gradient)
+        trace.deferred = queue.waiting()
         writes = queue.take()
         queue.defer = deferred
         slots = _slots(self.stages[stage].units[name])
         trace.written_at_once = [index for index, slot in enumerate(slots) if slot.written]
         trace.backward = entries
-        known = {_storage(tensor) for tensor in _tensors_of(self.stages[stage].units[name])}
-        trace.deferred = _bytes(list(_tensors_in(writes)), known)
         trace.flops_backward = counter.get_total_flops() + 2 * trace.attention
 
         def write_all() -> None:
@@ -296,12 +296,15 @@ class DryExecutor(Executor):
         return gradient
 
     def _weights(self, stage: int, m: int) -> None:
-        traces = [self.traces[stage, name] for name, _ in self._in_flight[stage, m].deferred]
+        traces = [self.traces[stage, name] for name, *_ in self._in_flight[stage, m].deferred]
         before = [trace.flops_weights for trace in traces]
         super()._weights(stage, m)
         for trace, counted in zip(traces, before, strict=True):
-            self._hold(-trace.deferred)
+            self._hold(-trace.deferred.bytes)
             self.flops += trace.flops_weights - counted  # counted with B once it is known
+
+    def _waiting(self, stage: int, name: str) -> Waiting:
+        return self.traces[stage, name].deferred
 
     # -- books -------------------------------------------------------------------------------------------
 
@@ -344,31 +347,13 @@ def _mark_written(slots: Iterable[GradSlot]) -> None:
 # -- storages ----------------------------------------------------------------------------------------------
 
 
-def _storage(tensor: Tensor) -> int:
-    """Identity of what holds a tensor's values, while that lives (on meta all data pointers are alike)."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _bytes(tensors: Iterable[Tensor], excluded: set[int]) -> int:
-    sizes = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    sizes = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(size for storage, size in sizes.items() if storage not in excluded)
 
 
 def _tensors_of(unit: object) -> list[Tensor]:
     return list(unit.parameters()) if isinstance(unit, nn.Module) else []
-
-
-def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
-    """Tensors among ``values``, in sequences and dataclasses of them, and in what functions among them have captured."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors_in(value)
-        elif callable(value) and getattr(value, "__closure__", None):
-            yield from _tensors_in(cell.cell_contents for cell in value.__closure__)  # type: ignore[attr-defined]
-        elif hasattr(value, "__dataclass_fields__"):
-            yield from _tensors_in(vars(value).values())
 
 
 # -- kernels -----------------------------------------------------------------------------------------------

@@ -293,7 +293,7 @@ class Run:
                     check_placement(self.trainer, batches, self.step)
                 seconds = time.perf_counter() - start
                 executor = self.trainer.executor
-                self.clock.add(executor.spans, executor.most_in_flight, trace=self.options.profile)
+                self.clock.add(executor.spans, executor.most_in_flight, executor.waits, trace=self.options.profile)
                 self.step += 1
                 self.samples = sampler.first_sample(self.step)
                 self.last_ledger, stopped = result.ledger, result.stop

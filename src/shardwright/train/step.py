@@ -226,7 +226,9 @@ class Trainer:
         busy = time.perf_counter() - start
         if self.executor.note is not None:
             self.executor.note(f"step {step}, reduction and update")
+        self.mesh.recorder.waits = self.executor.waits  # reductions that are still under way are of this step too
         timings = self.buckets.finish()
+        self.mesh.recorder.waits = None
         if self.on_gradients is not None:
             self.on_gradients(self)
         with self.mesh.recorder.phase("update"):
@@ -346,6 +348,8 @@ class Trainer:
         storage = self.buckets.storage
         ledger.buckets, ledger.windows, ledger.memory = timings, storage.windows, self.memory()
         ledger.peak = ledger.memory | {kind: storage.peak.get(kind, 0) for kind in ("gathered", "buffers")}
+        if (waiting := self.executor.most_waiting).bytes:
+            ledger.peak |= {"held for W": waiting.bytes, "gathered for W": waiting.gathered}
 
     def _agree(self, num_valid: int) -> tuple[int, bool]:
         """Valid tokens of the whole global batch, and whether any rank asked to stop."""

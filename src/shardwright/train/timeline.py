@@ -1,5 +1,8 @@
 """The measured timeline of a pipeline: what each rank did when, beside what the schedule's own clock says. No torch.
 
+A rank is busy while it computes: where an F, B or W stands still for a message (a gather of parameters, a collective of tp or
+cp, a limit on what is under way) it is idle.
+
 Every rank keeps the spans of its executor; at the end of a run they are gathered, once. Clocks of ranks are compared as
 wall-clock time, which is one clock on one host and as good as the hosts' time service between hosts.
 """
@@ -13,15 +16,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwright.schedule.action import COMPUTE, Kind, Schedule
 from shardwright.schedule.simulate import Costs, Span, simulate
 
 KEPT_STEPS = 100
 """Steps, the last ones, that the measured bubble is the median of."""
-TRACED_STEPS = range(2, 5)
-"""Steps (0-based, in this run) whose spans are drawn."""
+TRACED_STEPS = 3
+LAST_TRACED = 5
+"""Of the run's first ``LAST_TRACED`` steps the last ``TRACED_STEPS`` are drawn: the third to the fifth, in short runs the last
+ones."""
+
+
+class Message(NamedTuple):
+    """A message of a rank: when it was launched, and from when to when it was waited for (`comm.record.Wait`)."""
+
+    verb: str
+    axis: str
+    tensor: str
+    launch: float
+    start: float
+    end: float
 
 
 @dataclass
@@ -35,28 +51,35 @@ class RankClock:
     seconds: defaultdict[tuple[Kind, int], float] = field(default_factory=lambda: defaultdict(float))
     counts: Counter[tuple[Kind, int]] = field(default_factory=Counter)
     windows: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
-    """Of each step: start of the first computation, end of the last, seconds of all."""
+    """Of each step: start of the first computation, end of the last, seconds that all computed."""
     most_in_flight: Counter[int] = field(default_factory=Counter)
-    traced: list[list[Span]] = field(default_factory=list)
+    traced: deque[tuple[list[Span], list[Message]]] = field(default_factory=lambda: deque(maxlen=TRACED_STEPS))
     num_steps: int = 0
 
-    def add(self, spans: Sequence[Span], most_in_flight: Mapping[int, int], *, trace: bool = False) -> None:
-        """Take in one step. The first one, which warms up, is replaced by the second."""
+    def add(
+        self,
+        spans: Sequence[Span],
+        most_in_flight: Mapping[int, int],
+        messages: Iterable[tuple[str, str, str, float, float, float]] = (),
+        *,
+        trace: bool = False,
+    ) -> None:
+        """Take in one step, with what it waited for. The first one, which warms up, is replaced by the second."""
         if self.num_steps == 1:
             self.seconds.clear()
             self.counts.clear()
             self.windows.clear()
-        if trace and self.num_steps in TRACED_STEPS:
-            self.traced.append(list(spans))
+        if trace and self.num_steps < LAST_TRACED:
+            self.traced.append((list(spans), [Message(*message) for message in messages]))
         self.num_steps += 1
         self.most_in_flight |= Counter(most_in_flight)
         computed = [span for span in spans if span.action.kind in COMPUTE]
         for span in computed:
             key = (span.action.kind, span.action.stage)
-            self.seconds[key] += span.end - span.start
+            self.seconds[key] += span.busy
             self.counts[key] += 1
         if computed:
-            busy = sum(span.end - span.start for span in computed)
+            busy = sum(span.busy for span in computed)
             self.windows.append((computed[0].start + self.offset, computed[-1].end + self.offset, busy))
 
 
@@ -131,6 +154,8 @@ def _stage_times(clock: RankClock, stage: int) -> dict[str, float]:
 # -- trace ---------------------------------------------------------------------------------------------
 
 _LANES = ("compute", "communication", "idle")
+_NEIGHBOURS = ("send", "recv")
+"""Verbs that are actions of the schedule, and drawn as such."""
 _FIRST_PROCESS = 1 << 30
 """Process numbers of ranks in a trace begin here, so that none is a real process of PyTorch's own profile."""
 
@@ -138,7 +163,9 @@ _FIRST_PROCESS = 1 << 30
 def write_trace(path: Path, clocks: Iterable[RankClock]) -> None:
     """Add three lanes for each rank (compute, communication, idle) to the Chrome trace at ``path``, or make one.
 
-    A trace that is there is PyTorch's profile of one rank: its times are microseconds from its ``baseTimeNanoseconds``.
+    Waits are drawn in the communication lane; gathers, reductions and other messages that were under way before they were
+    waited for have a track of their own, from launch to end. A trace that is there is PyTorch's profile of one rank: its times
+    are microseconds from its ``baseTimeNanoseconds``.
     """
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"displayTimeUnit": "ms"}
     base = found.get("baseTimeNanoseconds", 0) / 1000
@@ -149,13 +176,14 @@ def write_trace(path: Path, clocks: Iterable[RankClock]) -> None:
     for steps in zip(*(clock.traced for clock in clocks), strict=True):
         computed = [
             (span.start + clock.offset, span.end + clock.offset)
-            for clock, spans in zip(clocks, steps, strict=True)
+            for clock, (spans, _) in zip(clocks, steps, strict=True)
             for span in spans
             if span.action.kind in COMPUTE
         ]
         window = (min(start for start, _ in computed), max(end for _, end in computed))
-        for clock, spans in zip(clocks, steps, strict=True):
-            events += _events(clock, spans, window, base)
+        for clock, (spans, messages) in zip(clocks, steps, strict=True):
+            events += _events(clock, spans, messages, window, base)
+            events += _under_way(clock, messages, base)
     path.write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -171,24 +199,65 @@ def _names(clock: RankClock) -> list[dict[str, Any]]:
 
 
 def _events(
-    clock: RankClock, spans: Sequence[Span], window: tuple[float, float], base: float
+    clock: RankClock, spans: Sequence[Span], messages: Sequence[Message], window: tuple[float, float], base: float
 ) -> list[dict[str, Any]]:
-    """The spans of one rank and step, and where it computes nothing between ``window``'s start and end."""
+    """The spans of one rank and step, its waits, and where it computes nothing between ``window``'s start and end."""
     pid, found, at = _FIRST_PROCESS + clock.rank, [], window[0]
 
-    def event(lane: int, name: str, start: float, end: float, **arguments: int) -> dict[str, Any]:
+    def event(lane: int, name: str, start: float, end: float, **arguments: int | str) -> dict[str, Any]:
         times = {"ts": start * 1e6 - base, "dur": (end - start) * 1e6}
         return {"ph": "X", "pid": pid, "tid": lane, "name": name, "cat": _LANES[lane], **times, "args": arguments}
 
+    stands = _apart((message.start, message.end) for message in messages)
     for span in spans:
         start, end, action = span.start + clock.offset, span.end + clock.offset, span.action
-        computes = action.kind in COMPUTE
-        lane = 0 if computes else 1
-        found.append(event(lane, str(action), start, end, stage=action.stage, microbatch=action.microbatch))
-        if computes:
-            if start > at:
-                found.append(event(2, "idle", at, start))
-            at = end
+        about: dict[str, int | str] = {"stage": action.stage, "microbatch": action.microbatch}
+        if action.kind not in COMPUTE:
+            found.append(event(1, str(action), start, end, **about))
+            continue
+        while stands and stands[0][1] <= span.start:
+            stands.popleft()
+        while stands and stands[0][1] <= span.end:  # a wait inside it cuts it in two
+            first, last = (time + clock.offset for time in stands.popleft())
+            if first > start:
+                found.append(event(0, str(action), start, first, **about))
+                if start > at:
+                    found.append(event(2, "idle", at, start))
+                at = first
+            start = last
+        found.append(event(0, str(action), start, end, **about))
+        if start > at:
+            found.append(event(2, "idle", at, start))
+        at = end
     if window[1] > at:
         found.append(event(2, "idle", at, window[1]))
+    for message in (message for message in messages if message.verb not in _NEIGHBOURS):
+        name = f"wait for {message.verb} {message.tensor}"
+        found.append(event(1, name, message.start + clock.offset, message.end + clock.offset, axis=message.axis))
+    return found
+
+
+def _apart(pairs: Iterable[tuple[float, float]]) -> deque[tuple[float, float]]:
+    """Intervals in order, those that overlap made one."""
+    found: deque[tuple[float, float]] = deque()
+    for start, end in sorted(pairs):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _under_way(clock: RankClock, messages: Sequence[Message], base: float) -> list[dict[str, Any]]:
+    """Messages from launch to end, beside the lanes: several may be under way at once."""
+    pid, found = _FIRST_PROCESS + clock.rank, []
+    for number, message in enumerate(messages):
+        if message.verb in _NEIGHBOURS:
+            continue
+        about = {
+            "pid": pid, "tid": 1, "cat": "communication", "id": f"{pid}.{number}.{message.launch}",
+            "name": f"{message.verb} {message.tensor}", "args": {"axis": message.axis},
+        }  # fmt: skip
+        for phase, when in (("b", message.launch), ("e", message.end)):
+            found.append(about | {"ph": phase, "ts": (when + clock.offset) * 1e6 - base})
     return found
