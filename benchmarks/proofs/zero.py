@@ -67,11 +67,13 @@ def layouts() -> Iterator[str]:
         STAGES.values(), ("", "microbatches=4", "microbatches=4,accumulate=reduce"), (2, 3, 4), (1, 2)
     ):
         sharded = "zero=2" in stage or "zero=3" in stage
+        buckets = "" if "zero=3" in stage else "bucket_mb=0.03"
         if (replicas == 1 or (stage and dp % replicas == 0)) and (sharded or "reduce" not in accumulation):
-            yield f"dp={dp},dp_replicate={replicas},{stage},{accumulation},bucket_mb=0.03,precision=fp64"
+            yield f"dp={dp},dp_replicate={replicas},{stage},{accumulation},{buckets},precision=fp64"
     for stage, accumulation in product(OFFLOADS, ("", "microbatches=4", "microbatches=4,accumulate=reduce")):
         if "reduce" not in accumulation or "zero=2" in stage or "zero=3" in stage:
-            yield f"dp=2,{stage},{accumulation},bucket_mb=0.03,precision=fp64"
+            buckets = "" if "zero=3" in stage else "bucket_mb=0.03"
+            yield f"dp=2,{stage},{accumulation},{buckets},precision=fp64"
     for stage in (*STAGES.values(), *OFFLOADS[1:5]):
         yield f"dp=2,tp=2,{stage},microbatches=2,precision=fp64"
         yield f"dp=2,cp=2,{stage},microbatches=2,precision=fp64"

@@ -162,13 +162,16 @@ def test_replicas_are_the_outer_ranks_of_the_data_parallel_group() -> None:
         ("dp=4,dp_replicate=2", {}, "set zero=1 or more"),
         ("dp=2,zero=1,accumulate=reduce", {}, "set zero=2"),
         ("dp=2,zero=2", {"compile": True}, "use zero=1 or train.compile=false"),
+        ("dp=2,zero=2,reshard=always", {}, "reshard=always does nothing with zero=2"),
+        ("pp=2,schedule=zb_h1,microbatches=4", {"compile": True}, "use schedule=1f1b or interleaved, or leave compile out"),
+        ("pp=2,schedule=dualpipe_v,microbatches=4", {"compile": True}, "compiled blocks write weight gradients in B"),
         ("dp=2,zero=2,offload=params", {}, "set zero=3, or use offload=optimizer"),
         ("dp=2,zero=1,delayed_update=on", {}, "set offload=optimizer, or leave delayed_update out"),
         ("dp=2,zero=1,offload=optimizer,offload_fraction=0.5,delayed_update=on", {}, "leave offload_fraction out"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(layout: str, change: dict[str, bool], message: str) -> None:
-    table = {"model": "tiny", "data": {"sources": "x"}, "train": change}
+    table = {"model": "demo", "data": {"sources": "x"}, "train": change}
     with pytest.raises(LayoutError, match=message):
         check_supported(RunConfig.of(table, (), layout))
 

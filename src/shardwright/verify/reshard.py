@@ -79,7 +79,7 @@ def random_layout(rng: random.Random, config: RunConfig, world: int, global_batc
         }  # fmt: skip
         values |= {name: rng.choice(CHOICES[name]) for name in ("zero1_reduce", "accumulate", "reshard", "recompute", "order")}
         try:
-            layout = Layout.of(values)
+            layout = Layout.of(values).without_idle()
             layout.check_model(config.model)
             check_supported(config.model_copy(update={"layout": layout}))
             make_schedule(layout)
