@@ -13,7 +13,7 @@ from grids import compared, traced
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from proofs.base import RESULTS, Check, Outcome, keep, tests
+from proofs.base import RESULTS, Check, Outcome, keep, on_a_gpu, tests
 
 from shardwright.comm.mesh import Mesh
 from shardwright.core.layout import Layout
@@ -205,4 +205,5 @@ CHECKS = [
         "hold",
         lambda: tests("tests/ranks/test_zero_pitfalls.py", "tests/ranks/test_loss_norm.py", OFFLOAD, "-k", "not memory"),
     ),
+    Check("7", "on a GPU: losses, speed, peak memory beside the planner's, ZeRO-3 and offload", "losses within 1e-3", on_a_gpu),
 ]
