@@ -99,7 +99,7 @@ def draw(rng: random.Random, index: int) -> Sample:
                 prefetch=rng.choice((0, 1, 2)), cp_kind=rng.choice(("ring", "allgather", "ulysses")),
                 dp_replicate=rng.choice((1, 2)) if zero else 1, precision=rng.choice(("fp32", "bf16")),
                 offload=rng.choice(("none", "none", "none", "optimizer", "params")),
-            )  # fmt: skip
+            ).without_idle()  # fmt: skip
             sample = Sample(model, str(layout))
             run = config(sample, "runs")
             check_supported(run)

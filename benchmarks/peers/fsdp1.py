@@ -37,7 +37,7 @@ class Peer:
     """One rank of FSDP1."""
 
     def __init__(self, config: RunConfig, weights: dict[str, Tensor], mesh: Mesh, device: torch.device) -> None:
-        full = config.layout.reshard == "always"
+        full = not config.layout.keeps_gathered
         self.defer, self.seq_len = config.layout.accumulate == "defer", config.data.seq_len
         self.model = FullyShardedDataParallel(
             Llama(config).fill(weights),

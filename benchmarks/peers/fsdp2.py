@@ -38,7 +38,7 @@ class Peer:
     """One rank of FSDP2."""
 
     def __init__(self, config: RunConfig, weights: dict[str, Tensor], mesh: Mesh, device: torch.device) -> None:
-        full = config.layout.reshard == "always"
+        full = not config.layout.keeps_gathered
         self.defer, self.seq_len = config.layout.accumulate == "defer", config.data.seq_len
         model = Llama(config).fill(weights).to(device)
         devices = init_device_mesh(device.type, (mesh.world.size,))

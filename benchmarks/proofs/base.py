@@ -79,3 +79,15 @@ def tests(*paths: str, timeout: float = 1800) -> Outcome:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-200:]
     return Outcome(last, done.returncode == 0)
+
+
+def on_a_gpu() -> Outcome:
+    """The script under benchmarks/gpu: losses as on the CPU; speed and memory with the state in each place."""
+    command = [sys.executable, "benchmarks/gpu/train.py", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    if not done.stdout.strip():
+        return Outcome(f"ended with {done.returncode}: {done.stderr.strip()[-200:]}", False)
+    found = json.loads(done.stdout)
+    if "skipped" in found:
+        return Outcome(f"skipped: {found['skipped']}", None)
+    return Outcome(json.dumps(found["summary"]), bool(found["passed"]))

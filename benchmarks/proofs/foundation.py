@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from functools import cache
 from pathlib import Path
 
-from proofs.base import ROOT, Check, Outcome, bench_train, ratio_of, shardwright, tests
+from proofs.base import ROOT, Check, Outcome, bench_train, on_a_gpu, ratio_of, shardwright, tests
 
 
 @cache
@@ -76,21 +74,6 @@ def against_ddp() -> Outcome:
     return ratio_of(bench_train("foundation-ddp", "dp=2,micro_batch=4,comm=gloo", "ddp", rounds=20), 1.0)
 
 
-def gpu() -> Outcome:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/gpu/train.py", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    found = json.loads(done.stdout)
-    if "skipped" in found:
-        return Outcome(f"skipped: {found['skipped']}", None)
-    return Outcome(json.dumps(found["summary"]), bool(found["passed"]))
-
-
 CHECKS = [
     Check(
         "1",
@@ -111,5 +94,5 @@ CHECKS = [
         lambda: tests("tests/e2e/test_faults.py"),
     ),
     Check("6", "bad input", "one line, exit 2, nothing overwritten", lambda: tests("tests/e2e/test_bad_input.py")),
-    Check("7", "the same losses on a GPU", "1e-3", gpu),
+    Check("7", "the same losses on a GPU", "1e-3", on_a_gpu),
 ]

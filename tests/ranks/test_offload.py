@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import time
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ranks.kit import run_ranks
+from ranks.kit import TESTS, run_ranks
 from ranks.runs import Judge, Run, make_config, red, trace_runs, write_documents
 from shardwright.comm.base import Comm, ReduceOp, Work
 from shardwright.comm.mesh import Mesh
@@ -247,3 +248,22 @@ def test_offload_changes_no_bit_whenever_reductions_end(folder: str, data: Prepa
 def test_every_rank_skips_a_step_whose_gradients_are_not_finite(folder: str, data: PreparedData) -> None:
     for rank in run_ranks(infinite, 4, folder, data, time_limit=120.0):
         assert rank == [(True, True)] * 3
+
+
+# ------------------------------------------------------------------------------------------ the GPU's script
+
+
+def test_the_script_for_a_gpu_trains_with_the_state_in_each_place_and_asks_the_planner() -> None:
+    """Here on the CPU: the layouts are legal on one rank, their losses alike, and the plan has activations."""
+    script = runpy.run_path(str(TESTS.parent / "benchmarks" / "gpu" / "train.py"))
+    plans, losses = {}, []
+    for name, state in script["STATES"]["dense"].items():
+        config = script["run_config"]("tiny", f"microbatches=2{state}", 64)
+        losses.append(script["losses"](config, "cpu", 3))
+        plans[name] = script["memory_beside_the_plan"](config, 10**6)
+    assert losses[0][-1] < losses[0][0] and all(other == pytest.approx(losses[0], rel=1e-5) for other in losses)
+    total = {name: plan["planned_memory_bytes"] for name, plan in plans.items()}
+    assert total["zero=0"] > total["offload=optimizer"] > total["offload=params"]
+    assert all(plan["planned"]["activations"] > 0 for plan in plans.values())
+    assert plans["zero=0"]["peak_over_planned"] == 10**6 / total["zero=0"]
+    assert plans["offload=params"]["planned_on_host"] and not plans["zero=3"]["planned_on_host"]

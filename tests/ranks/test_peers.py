@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from ranks.kit import run_ranks
-from shardwright.bench import bench_config, check_peer, peer_step, random_batches
+from shardwright.bench import _load_peer, bench_config, check_peer, peer_step, random_batches
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import ConfigError
 from shardwright.launch import RankEnv
+from shardwright.model.transformer import Transformer
 from shardwright.train.step import Trainer
 
 STEPS = 3
@@ -48,6 +52,37 @@ def test_peers_have_our_losses() -> None:
         for name, (ours, theirs) in found.items():
             assert ours[0] > ours[-1], name
             assert theirs == pytest.approx(ours, rel=1e-5), name
+
+
+class Wrapped(Exception):
+    """A peer has told PyTorch's wrapper what to do."""
+
+
+def asked_for(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """How the peer calls the wrapper that shards a block."""
+    peer, asked = _load_peer(name), {}
+
+    def wrap(module: nn.Module, **options: Any) -> nn.Module:
+        asked.update(options)
+        raise Wrapped
+
+    for wrapper in ("FullyShardedDataParallel", "fully_shard"):
+        monkeypatch.setattr(peer, wrapper, wrap, raising=False)
+    monkeypatch.setattr(peer, "init_device_mesh", lambda *sizes: None, raising=False)
+    config = bench_config(layout, "tiny", 16)
+    values = {key: value.detach() for key, value in Transformer(config.model, Mesh.solo()).spec_parameters().items()}
+    with pytest.raises(Wrapped):
+        peer.Peer(config, values, Mesh.solo(), torch.device("cpu"))
+    return asked
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("reshard", "full"), [("", True), (",reshard=always", True), (",reshard=after_backward", False)])
+def test_fsdp_frees_between_forward_and_backward_where_we_do(reshard: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = f"dp=2,zero=3{reshard}"
+    strategy = asked_for("fsdp1", layout, monkeypatch)["sharding_strategy"]
+    assert strategy.name == ("FULL_SHARD" if full else "SHARD_GRAD_OP")
+    assert asked_for("fsdp2", layout, monkeypatch)["reshard_after_forward"] is full
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit, by PyTorch's own optimizers

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranks.kit import TESTS, run_ranks
 from shardwright.comm.mesh import Mesh
+from shardwright.comm.solo import SoloComm
 from shardwright.core.layout import Layout
 from shardwright.errors import ConfigError, RankError
 from shardwright.launch import RankEnv
@@ -212,6 +213,21 @@ def test_updates_are_published_and_gradients_add_up() -> None:
             assert changed
 
 
+def reductions(env: RankEnv, zero: int) -> list[tuple[str, int, int]]:
+    mesh = Mesh.distributed(Layout.parse("dp=2,microbatches=4,accumulate=reduce"), env.rank)
+    model = DataParallel(nn.Linear(8, 8), mesh, zero=zero)
+    mesh.recorder.take()
+    model(torch.ones(2, 8)).sum().backward()
+    entries = mesh.recorder.take().entries.values()
+    return [(e.verb, e.count, e.bytes) for e in entries if e.verb == "reduce_scatter"]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_each_backward_reduces_once_whatever_the_meshs_layout_accumulates(zero: int) -> None:
+    for sent in run_ranks(reductions, 2, zero):
+        assert sent == [("reduce_scatter", 1, 72 * 4 // 2)]
+
+
 class Fork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -249,6 +265,9 @@ def test_what_cannot_be_is_refused() -> None:
     sharded = DataParallel(nn.Linear(2, 2), Mesh.solo(), zero=2)
     with pytest.raises(ConfigError, match=r"give it model\.shards"):
         torch.optim.SGD(sharded.parameters(), lr=0.1).step()
+    for layout in ("offload=optimizer", "offload=params"):
+        with pytest.raises(ConfigError, match="leave offload out of the layout"):
+            DataParallel(nn.Linear(2, 2), Mesh(Layout.parse(layout), 0, lambda axis, groups: SoloComm(axis)), zero=2)
     hook = FunctionHook(lambda gradients, comms, name: None, "mean")
     with pytest.raises(ConfigError, match="give it a method scatter"):
         DataParallel(nn.Linear(2, 2), Mesh.solo(), zero=2, comm_hook=hook)

@@ -24,6 +24,7 @@ from shardwright.parallel.data import GradientBuckets
 from shardwright.parallel.hooks import AllReduce
 from shardwright.plan.collectives import predict_step
 from shardwright.plan.memory import bytes_per_parameter
+from shardwright.schedule.action import Kind
 from shardwright.train.optim import FlatOptimizer, global_norm
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.step import Trainer
@@ -216,6 +217,23 @@ def test_what_is_gathered_is_a_unit_and_what_is_prefetched(folder: str, traces: 
     whole = sum((*sizes.values(), sizes["block"]))
     assert traces["3, deferred"][0].ledgers[-1].peak["buffers"] == whole
     assert traces["1"][0].ledgers[-1].peak["buffers"] == 0
+
+
+def gathers_beside_the_first_receive(env: RankEnv, data: PreparedData, config: RunConfig) -> tuple[list[str], bool]:
+    """Groups whose gather begins before the first action of the rank's row is over; whether that is a receive."""
+    trainer = Trainer(config, Mesh.distributed(config.layout, env.rank))
+    ledger = trainer.step(train_sampler(config, data, trainer.mesh.coordinates["dp"]).batches(0), 0).ledger
+    first, origin = trainer.executor.spans[0], trainer.buckets.storage._origin
+    early = [w.units[0] for w in ledger.windows if w.kind == "gathered" and w.start + origin < first.end]
+    return early, first.action.kind is Kind.RECV_F
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_later_stage_gathers_while_it_waits_for_its_first_input(prefetch: int, folder: str, data: PreparedData) -> None:
+    config = make_config(folder, DEEP, f"dp=2,pp=2,zero=3,microbatches=2,prefetch={prefetch}")
+    units = ["blocks.2", "blocks.3", "head"][: 1 + prefetch] if prefetch else []
+    ranks = run_ranks(gathers_beside_the_first_receive, 4, data, config)
+    assert [found for found, receives in ranks if receives] == [units] * 2
 
 
 # ------------------------------------------------------------------------------------------ stages beside one another

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
+from shardwright.comm.record import Recorder
 from shardwright.core.axes import RankGrid
 from shardwright.core.buckets import BucketPlan, Member, plan_buckets
 from shardwright.core.layout import Layout
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import ConfigError, LayoutError
+from shardwright.parallel.gather import UnitGatherer
 from shardwright.parallel.hooks import FunctionHook, check_shards
 from shardwright.schedule.gathers import Use, plan_gathers, unit_uses
 from shardwright.schedule.make import make_schedule
@@ -82,6 +85,51 @@ def test_a_tied_weight_stays_from_one_end_to_the_other() -> None:
     assert all(a < b for a, b in pairwise(places))
 
 
+class Gathered:
+    """Flat parameters that only say when they are gathered, waited for and freed."""
+
+    def __init__(self, index: int, said: list[str], held: set[int], most: list[int]) -> None:
+        self.index, self.said, self.held, self.most = index, said, held, most
+        self.full: object | None = None
+        self.gathered_in_place = False
+
+    def start_gather(self) -> None:
+        assert self.full is None
+        self.full = self
+        self.held.add(self.index)
+        self.most.append(len(self.held))
+        self.said.append(f"start {self.index}")
+
+    def finish_gather(self) -> None:
+        self.gathered_in_place = True
+
+    def free(self) -> None:
+        assert self.gathered_in_place
+        self.full, self.gathered_in_place = None, False
+        self.held.discard(self.index)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+@pytest.mark.parametrize("reshard", ["always", "after_backward"])
+def test_gathers_start_before_the_first_input_and_between_uses_and_no_further_than_asked(reshard: str, prefetch: int) -> None:
+    uses = planned(f"microbatches=2,reshard={reshard}")
+    said: list[str] = []
+    most: list[int] = [0]
+    held: set[int] = set()
+    groups: Any = [Gathered(index, said, held, most) for index in range(len(GROUPS))]
+    gatherer = UnitGatherer(groups, uses, prefetch, Recorder())
+    gatherer.begin()
+    ahead = [index for use in uses[: 1 + prefetch] for index in use.gather] if prefetch else []
+    assert said == [f"start {index}" for index in dict.fromkeys(ahead)]
+    for use in uses:
+        before = len(said)
+        gatherer.acquire(use.unit)
+        assert len(said) - before == (len(use.gather) if prefetch == 0 else 0)  # what is needed was started by then
+        gatherer.release(use.unit)
+    assert said == [f"start {index}" for use in uses for index in use.gather]  # always in the order of use
+    assert not held and (reshard != "always" or max(most) <= 1 + prefetch)
+
+
 def test_what_the_same_units_use_is_one_bucket() -> None:
     members = [
         Member("token", (20, 4), ("embedding", "head"), True, ("dp",)),
@@ -114,13 +162,16 @@ def test_replicas_are_the_outer_ranks_of_the_data_parallel_group() -> None:
         ("dp=4,dp_replicate=2", {}, "set zero=1 or more"),
         ("dp=2,zero=1,accumulate=reduce", {}, "set zero=2"),
         ("dp=2,zero=2", {"compile": True}, "use zero=1 or train.compile=false"),
+        ("dp=2,zero=2,reshard=always", {}, "reshard=always does nothing with zero=2"),
+        ("pp=2,schedule=zb_h1,microbatches=4", {"compile": True}, "use schedule=1f1b or interleaved, or leave compile out"),
+        ("pp=2,schedule=dualpipe_v,microbatches=4", {"compile": True}, "compiled blocks write weight gradients in B"),
         ("dp=2,zero=2,offload=params", {}, "set zero=3, or use offload=optimizer"),
         ("dp=2,zero=1,delayed_update=on", {}, "set offload=optimizer, or leave delayed_update out"),
         ("dp=2,zero=1,offload=optimizer,offload_fraction=0.5,delayed_update=on", {}, "leave offload_fraction out"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(layout: str, change: dict[str, bool], message: str) -> None:
-    table = {"model": "tiny", "data": {"sources": "x"}, "train": change}
+    table = {"model": "demo", "data": {"sources": "x"}, "train": change}
     with pytest.raises(LayoutError, match=message):
         check_supported(RunConfig.of(table, (), layout))
 

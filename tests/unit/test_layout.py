@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -196,3 +197,35 @@ def test_fewer_or_more_processes_keep_the_sequences_of_a_step(layout: str, proce
 def test_processes_that_do_not_fit(layout: str, processes: int, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         Layout.parse(layout).for_world(processes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp=2,zero=2,reshard=always", "reshard=always does nothing with zero=2: it needs zero=3"),
+        ("prefetch=5", "prefetch=5 does nothing with zero=0: it needs zero=3"),
+        ("dp=2,zero=2,zero1_reduce=allreduce", "zero1_reduce=allreduce does nothing with zero=2: it needs zero=1"),
+        ("dp=2,zero=3,bucket_mb=4", "bucket_mb=4 does nothing with zero=3: it needs zero below 3"),
+        ("dp=2,offload_fraction=0.5", "offload_fraction=0.5 does nothing with offload=none: it needs offload=optimizer"),
+    ],
+)
+def test_a_switch_that_would_do_nothing_is_refused_and_can_be_left_out(text: str, message: str) -> None:
+    layout = Layout.parse(text)
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        layout.check_switches()
+    assert str(layout.without_idle()) == text.rsplit(",", 1)[0] if "," in text else "dp=1"
+    layout.without_idle().check_switches()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2,zero=3,reshard=always,prefetch=0",
+        "dp=2,zero=1,bucket_mb=1,zero1_reduce=allreduce",
+        "offload=optimizer,offload_fraction=0.5",
+    ],
+)
+def test_switches_that_do_something_stay(text: str) -> None:
+    layout = Layout.parse(text)
+    layout.check_switches()
+    assert layout.without_idle() == layout

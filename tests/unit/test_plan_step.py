@@ -198,6 +198,7 @@ def test_offload_takes_time(pricer: Pricer) -> None:
         ("tp=3", "must divide the model's 64 attention heads"),
         ("cp=3,dp=3", "cp=3 must divide the sequence of 8192"),
         ("ep=2,dp=2", "needs a model with experts"),
+        ("dp=2,zero=2,reshard=always", "reshard=always does nothing with zero=2"),
         ("pp=41,schedule=zb_v,microbatches=82", "82 stages need as many layers"),
     ],
 )

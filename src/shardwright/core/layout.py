@@ -245,6 +245,33 @@ class Layout:
         if self.sp == "on" and self.tp == 1:
             raise LayoutError("sp=on needs tp > 1: with tp=1 no tokens are split; leave sp out")
 
+    @property
+    def _needs(self) -> dict[str, tuple[bool, str]]:
+        """For each switch of sharded or hosted state: whether it says anything in this layout, and what it needs."""
+        return {
+            "reshard": (self.zero == 3, "zero=3, which alone gathers parameters"),
+            "prefetch": (self.zero == 3, "zero=3, which alone gathers parameters"),
+            "zero1_reduce": (self.zero == 1, "zero=1"),
+            "bucket_mb": (self.zero < 3, "zero below 3, as ZeRO-3 reduces unit by unit"),
+            "offload_fraction": (self.offload != "none", "offload=optimizer or offload=params"),
+        }
+
+    def check_switches(self) -> None:
+        """Refuse a switch that is set and would do nothing."""
+        idle = self.without_idle()
+        for name, (_, need) in self._needs.items():
+            value = getattr(self, name)
+            if value != getattr(idle, name):
+                given = f"offload={self.offload}" if name == "offload_fraction" else f"zero={self.zero}"
+                raise LayoutError(
+                    f"{name}={_text(value)} does nothing with {given}: it needs {need}; set that, or leave {name} out"
+                )
+
+    def without_idle(self) -> Layout:
+        """The same layout, switches that would do nothing left out."""
+        defaults = {field.name: field.default for field in fields(self)}
+        return self.with_(**{name: defaults[name] for name, (used, _) in self._needs.items() if not used})
+
     def check_world(self, num_processes: int) -> None:
         """Refuse a world of another size than the layout's."""
         if num_processes != self.world_size:

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 
 from shardwright.comm.record import Recorder
 from shardwright.parallel.flat import FlatParameters
-from shardwright.schedule.gathers import Use
+from shardwright.schedule.gathers import Use, uses_ahead
 
 
 class UnitGatherer:
     """Gathers each unit's buckets before it is used and frees them after, as ``uses`` (of one step) says.
 
-    ``prefetch``: gathers of so many following uses are started ahead. What is gathered and freed does not depend on it.
-    Outside a step (evaluation) a unit is gathered and freed at once.
+    ``prefetch``: beside the use that comes next, gathers of so many following ones are started ahead: as the step begins and
+    after each use, so that a rank whose next input is still to come gathers meanwhile (0: each is gathered when it is needed).
+    What is gathered and freed does not depend on it. Outside a step (evaluation) a unit is gathered and freed at once.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class UnitGatherer:
         self._place: int | None = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """A step begins; gathers start before the first input is there."""
         self._place = 0
+        self._start_ahead()
 
     def acquire(self, unit: str) -> None:
         """Return when the unit's parameters are there."""
@@ -42,7 +44,6 @@ class UnitGatherer:
         use = self.uses[self._place]
         assert use.unit == unit, f"use {self._place} is {use.unit} by the plan, not {unit}"
         self._wait(use.gather)
-        self._start_ahead(self._place)
 
     def release(self, unit: str) -> None:
         """The unit is done with its parameters for now."""
@@ -51,6 +52,7 @@ class UnitGatherer:
             return
         self._free(self.uses[self._place].free)
         self._place += 1
+        self._start_ahead()
         if self._place == len(self.uses):
             self._place = None
 
@@ -63,13 +65,14 @@ class UnitGatherer:
         for index in groups:
             self.buckets[index].finish_gather()
 
-    def _start_ahead(self, place: int) -> None:
+    def _start_ahead(self) -> None:
         """Start the gathers of the next uses, up to the first that needs again what will be freed before it."""
-        for use in self.uses[place + 1 : place + 1 + self.prefetch]:
-            for index in use.gather:
-                if self.buckets[index].gathered_in_place:
-                    return
-                with self.recorder.phase(use.phase):
+        assert self._place is not None
+        for use in uses_ahead(self.uses, self._place, self.prefetch):
+            if any(self.buckets[index].gathered_in_place for index in use.gather):
+                return
+            with self.recorder.phase(use.phase):
+                for index in use.gather:
                     self._start(index)
 
     def _start(self, index: int) -> None:

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwright.comm.mesh import Mesh
 from shardwright.core.buckets import BucketPlan, Member, plan_buckets
+from shardwright.core.layout import Layout
 from shardwright.core.ledger import BucketTiming
 from shardwright.errors import ConfigError
 from shardwright.parallel.bucket import Bucket
@@ -71,8 +72,10 @@ class DataParallel(nn.Module):
     between, ``prefetch`` of the following ones are gathered ahead. All ranks must use the units in the same order.
     `full_state_dict` has the whole parameters.
 
-    Raises `ConfigError` for a hook that does not fit the loss, a module that differs between ranks or has nothing to train,
-    and for ``backward(create_graph=True)``.
+    Of the mesh's layout the degrees count; its ``microbatches`` and ``accumulate`` do not, as `no_sync` says when gradients
+    are reduced. Raises `ConfigError` for a layout with ``offload`` or ``delayed_update``, which only training of our own
+    models has, a hook that does not fit the loss, a module that differs between ranks or has nothing to train, and for
+    ``backward(create_graph=True)``.
     """
 
     def __init__(
@@ -95,7 +98,10 @@ class DataParallel(nn.Module):
         hook = comm_hook or AllReduce(loss_reduction)
         check_reduction(hook, loss_reduction, f"the loss is a {loss_reduction} (loss_reduction={loss_reduction!r})")
         stage = max(zero, 2) if zero == 1 else zero
-        layout = mesh.layout.with_(zero=stage, reshard=reshard, prefetch=prefetch, bucket_mb=bucket_mb, offload="none")
+        _check_on_device(mesh.layout)
+        # a backward is one micro-batch, and reduces once: what is gathered over several is the caller's no_sync
+        once = mesh.layout.with_(microbatches=1, accumulate="defer")
+        layout = once.with_(zero=stage, reshard=reshard, prefetch=prefetch, bucket_mb=bucket_mb)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._trained:
             raise ConfigError("the module has no parameter with requires_grad; there is nothing to reduce")
@@ -330,6 +336,16 @@ class DataParallel(nn.Module):
         self._backward_pass, self._reduced = None, True
         for shard, bucket in zip(self._shards, self.buckets.buckets, strict=self._sharded):
             shard.grad = bucket.gradients
+
+
+def _check_on_device(layout: Layout) -> None:
+    """Refuse what the wrapper cannot do: the optimizer is the caller's, so state and update stay on the device."""
+    for name, value in (("offload", layout.offload), ("delayed_update", "on" if layout.delayed_update else "none")):
+        if value != "none":
+            raise ConfigError(
+                f"the mesh's layout has {name}={value}, and DataParallel keeps the state of a module of your own on its device, "
+                f"for your optimizer; leave {name} out of the layout"
+            )
 
 
 def _watch(model: DataParallel) -> None:

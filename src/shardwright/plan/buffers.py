@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from shardwright.core.layout import Layout
 from shardwright.schedule.action import Action, Kind
-from shardwright.schedule.gathers import plan_gathers, uses_of_row
+from shardwright.schedule.gathers import plan_gathers, uses_ahead, uses_of_row
 
 IN_FLIGHT = 2
 """Gradient buffers whose reduction is under way at once, from stage 2 on; before one more, the first is waited for."""
@@ -162,6 +162,7 @@ class Walk:
         self._uses = uses_of_row(row, {s: [str(place) for place in places] for s, places in self.stages.items()})
         if self.layout.zero == 3:
             self._uses = plan_gathers(self._uses, [{str(place) for place in g.places} for g in self.held], self.layout)
+        self._start_ahead()
 
     def _start(self, index: int) -> None:
         if index not in self._there:
@@ -184,10 +185,12 @@ class Walk:
             if index in self._on_their_way:
                 self._on_their_way.remove(index)
                 self._arrive(index, -1)
-        for use in self._uses[self._place + 1 : self._place + 1 + self.layout.prefetch]:
+
+    def _start_ahead(self) -> None:
+        for use in uses_ahead(self._uses, self._place, self.layout.prefetch):
+            if any(index in self._there and index not in self._on_their_way for index in use.gather):
+                return
             for index in use.gather:
-                if index in self._there and index not in self._on_their_way:
-                    return
                 self._start(index)
 
     def _release(self) -> None:
@@ -195,6 +198,7 @@ class Walk:
             self._there.remove(index)
             self._gathered.add(-self._param_bytes[index])
         self._place += 1
+        self._start_ahead()
 
     # -- gradients -------------------------------------------------------------------------------------
 

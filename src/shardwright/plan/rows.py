@@ -368,7 +368,7 @@ def _layout(row: Row, model: ModelConfig, stack: str) -> Layout:
         cp_kind="allgather" if "all-gather CP" in row["notes"] else "ring",
         tp_overlap=2 if "async TP" in row["notes"] and "no async" not in row["notes"] else 1,
         bucket_mb=500.0,
-    )  # fmt: skip
+    ).without_idle()  # fmt: skip
 
 
 def _stages(layers: int, stages: int) -> str:

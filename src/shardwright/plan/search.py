@@ -263,7 +263,7 @@ def neighbours(layout: Layout) -> list[Layout]:
     found = []
     for change in changes:
         try:
-            found.append(layout.with_(**change))
+            found.append(layout.with_(**change).without_idle())
         except LayoutError:
             continue
     return found

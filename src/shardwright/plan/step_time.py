@@ -114,6 +114,7 @@ class Pricer:
         """Raise :class:`LayoutError` for a layout that this model or this cluster cannot run."""
         model = self.model
         layout.check_model(model)
+        layout.check_switches()
         if layout.world_size > self.cluster.world_size:
             raise LayoutError(
                 f"layout {layout} needs {layout.world_size} GPUs, the cluster has {self.cluster.world_size}; lower a degree"

@@ -8,7 +8,7 @@ until no micro-batch is between its forward and its backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.core.layout import Layout
@@ -59,6 +59,17 @@ def plan_gathers(uses: Sequence[Use], groups: Sequence[Collection[str]], layout:
             if not held:
                 free[place].append(group)
     return [Use(use.phase, use.unit, tuple(g), tuple(f)) for use, g, f in zip(uses, gather, free, strict=True)]
+
+
+def uses_ahead(uses: Sequence[Use], place: int, prefetch: int) -> Iterator[Use]:
+    """The uses whose gathers are started before the one at ``place`` begins: it and ``prefetch`` more (with 0 none), up to
+    the first that gathers again what one of them frees."""
+    seen: set[int] = set()
+    for use in uses[place : place + 1 + prefetch] if prefetch else ():
+        if seen & set(use.gather):
+            return
+        seen.update(use.gather)
+        yield use
 
 
 def _stays(layout: Layout, in_flight: int) -> bool:

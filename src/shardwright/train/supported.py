@@ -7,6 +7,7 @@ import torch
 from shardwright.core.layout import Layout
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import LayoutError
+from shardwright.schedule.action import Kind
 from shardwright.schedule.make import make_schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -23,6 +24,7 @@ def check_supported(config: RunConfig) -> None:
             f"train.attention=scores needs whole sequences on a rank, and cp={layout.cp} splits them; use cp=1 or leave "
             "train.attention out"
         )
+    layout.check_switches()
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
     for axis in ("tp", "cp"):
@@ -31,6 +33,7 @@ def check_supported(config: RunConfig) -> None:
                 f"train.compile=true with {axis}={layout.grid.degree(axis)}: a block's collectives cannot be compiled; "
                 f"use {axis}=1 or leave compile out"
             )
+    _check_compiled_schedule(config)
     _check_windows(config)
     if config.model.tied_head and layout.schedule.startswith("file:"):
         place = make_schedule(layout).placement
@@ -38,6 +41,17 @@ def check_supported(config: RunConfig) -> None:
             raise LayoutError(
                 f"{layout.schedule} has the first stage on rank {place[0]} and the last on rank {place[-1]}, and the head is "
                 f"tied to the embedding; put them on ranks 0 and {layout.pp - 1}, or both on one rank"
+            )
+
+
+def _check_compiled_schedule(config: RunConfig) -> None:
+    layout = config.layout
+    if config.train.compile and layout.pp > 1:
+        rows = make_schedule(layout).rows
+        if any(action.kind is Kind.W for row in rows for action in row):
+            raise LayoutError(
+                f"train.compile=true with schedule={layout.schedule}: compiled blocks write weight gradients in B, so "
+                "nothing is left for W and the bubble stays; use schedule=1f1b or interleaved, or leave compile out"
             )
 
 

@@ -99,7 +99,7 @@ _FACTORS = [
     Factor("micro_batch", (1, 2)),
     Factor("recompute", (*RECOMPUTE, BY_RANK)),
     Factor("precision", ("fp64", "fp32")),
-    Factor("bucket_mb", (25.0, 0.01)),
+    Factor("bucket_mb", (25.0, 0.01), _zero(0, 1, 2)),
     Factor("sp", ("on", "off"), _above_one("tp")),
     Factor("tp_overlap", (1, 3), _above_one("tp")),
     Factor("cp_kind", CHOICES["cp_kind"], _above_one("cp")),

@@ -80,7 +80,7 @@ def random_layout(rng: random.Random, config: RunConfig, world: int, global_batc
         values |= {name: rng.choice(CHOICES[name]) for name in ("zero1_reduce", "accumulate", "reshard", "order")}
         values["recompute"] = "-".join(rng.choice(RECOMPUTE) for _ in range(rng.choice((1, pp))))
         try:
-            layout = Layout.of(values)
+            layout = Layout.of(values).without_idle()
             layout.check_model(config.model)
             check_supported(config.model_copy(update={"layout": layout}))
             make_schedule(layout)
