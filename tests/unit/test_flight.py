@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from shardwright.comm.flight import VERBS, FlightRecorder, file_of, hang_report, read_flight
-from shardwright.comm.mesh import Mesh
+from shardwright.comm.mesh import MESH_AXES, Mesh
+from shardwright.core.axes import RankGrid
 from shardwright.core.layout import Layout
 
-GROUPS = {"world": (0, 1, 2), "pp": (0, 1)}
+GRID = RankGrid(pp=3)
 
 
 def recorders(folder: Path, num_ranks: int = 3) -> list[FlightRecorder]:
-    return [FlightRecorder(folder, rank, GROUPS) for rank in range(num_ranks)]
+    return [FlightRecorder(folder, rank, GRID) for rank in range(num_ranks)]
 
 
 def call(flight: FlightRecorder, name: str, verb: str = "all_reduce", *, done: bool = True, size: int = 8) -> None:
@@ -27,12 +28,12 @@ def call(flight: FlightRecorder, name: str, verb: str = "all_reduce", *, done: b
 
 
 def test_a_record_tells_what_was_done_and_what_is_waited_for(tmp_path: Path) -> None:
-    flight = FlightRecorder(tmp_path, 1, GROUPS)
+    flight = FlightRecorder(tmp_path, 1, GRID)
     call(flight, "norm")
     flight.at("step 3, reduction and update")
     call(flight, "tokens", done=False)
     record = read_flight(file_of(tmp_path, 1))  # while it is being written
-    assert (record.rank, record.groups, record.place) == (1, GROUPS, "step 3, reduction and update")
+    assert (record.rank, record.grid, record.place) == (1, GRID, "step 3, reduction and update")
     first, second = record.entries
     assert (first.call, first.number, first.end > first.begin) == ("all_reduce of 'norm' (8 bytes)", 1, True)
     assert record.waiting == second and (second.number, second.end) == (2, 0.0)
@@ -40,7 +41,7 @@ def test_a_record_tells_what_was_done_and_what_is_waited_for(tmp_path: Path) -> 
 
 
 def test_only_the_last_verbs_are_kept(tmp_path: Path) -> None:
-    flight = FlightRecorder(tmp_path, 0, GROUPS)
+    flight = FlightRecorder(tmp_path, 0, GRID)
     late = flight.begin("world", "all_reduce", "late", "B", 8)
     for index in range(VERBS + 5):
         call(flight, f"gradients.{index}")
@@ -115,7 +116,7 @@ def test_a_rank_without_a_record_is_told(tmp_path: Path) -> None:
 
 def test_every_verb_of_a_mesh_is_recorded(tmp_path: Path) -> None:
     mesh = Mesh.dry(Layout.parse("dp=2,tp=2"))
-    mesh.recorder.flight = FlightRecorder(tmp_path, 0, {"dp": mesh.dp.ranks})
+    mesh.recorder.flight = FlightRecorder(tmp_path, 0, mesh.grid)
     tensor = torch.ones(4, device="meta")
     mesh.dp.all_reduce(tensor, name="a")
     mesh.dp.reduce_scatter(tensor, name="b")
@@ -133,3 +134,21 @@ def test_every_verb_of_a_mesh_is_recorded(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(entry.end for entry in entries)
     assert [entry.number for entry in entries if entry.axis == "dp"] == [1, 2, 3, 4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["dp=512", "tp=8,dp=512", "tp=8,pp=16,dp=128,order=tp-cp-pp-dp", "tp=4,cp=4,pp=8,dp=128,ep=64,dp_replicate=2,zero=3"],
+)
+def test_a_record_of_a_large_run_knows_its_groups(layout: str, tmp_path: Path) -> None:
+    """Up to 16,384 ranks, whose numbers fill no file."""
+    rank = 131
+    mesh = Mesh.dry(Layout.parse(layout), rank)
+    flight = FlightRecorder(tmp_path, rank, mesh.grid)
+    flight.at("step 0")
+    call(flight, "tokens", done=False)
+    path = file_of(tmp_path, rank)
+    record = read_flight(path)
+    assert {axis: record.group(axis) for axis in MESH_AXES} == {axis: tuple(mesh.axis(axis).ranks) for axis in MESH_AXES}
+    assert (record.rank, record.place) == (rank, "step 0") and record.waiting is not None
+    assert path.stat().st_size < 100_000

@@ -11,13 +11,16 @@ import json
 import mmap
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+
+from shardwright.core.axes import RankGrid
 
 VERBS = 256
 """Verbs that a file holds; older ones are written over."""
-_HEADER = 16384
+_HEADER = 1024
 _PLACE = 160
 """Bytes for the words that say what the rank is at, at the end of the header."""
 _SLOT = struct.Struct("<qqddqi180s")
@@ -56,38 +59,38 @@ class Record:
     """One rank's file. ``waiting``: the verb that it stands still for."""
 
     rank: int
-    groups: Mapping[str, tuple[int, ...]]
+    grid: RankGrid
     place: str
     entries: tuple[Entry, ...]
     waiting: Entry | None
 
+    def group(self, axis: str) -> tuple[int, ...]:
+        """The ranks that this one meets over an axis."""
+        return next(ranks for ranks in self.grid.axis_groups(axis) if self.rank in ranks)
+
     def same(self, entry: Entry, rank: int) -> Entry | None:
         """The verb that meets ``entry`` of rank ``rank``: of the same axis (or pair) and number."""
-        peer = rank if entry.peer >= 0 else -1
-        verb = {"send": "recv", "recv": "send"}.get(entry.verb)
-        return next(
-            (
-                found
-                for found in self.entries
-                if (found.axis, found.number, found.peer) == (entry.axis, entry.number, peer)
-                and (peer < 0 or found.verb == verb)
-            ),
-            None,
-        )
+        if entry.peer < 0:
+            return self._by_number.get((entry.axis, entry.number, -1, ""))
+        verb = {"send": "recv", "recv": "send"}.get(entry.verb, "")
+        return self._by_number.get((entry.axis, entry.number, rank, verb))
+
+    @cached_property
+    def _by_number(self) -> dict[tuple[str, int, int, str], Entry]:
+        return {(one.axis, one.number, one.peer, one.verb if one.peer >= 0 else ""): one for one in self.entries}
 
 
 class FlightRecorder:
-    """Writes one rank's file. ``groups``: the ranks of each axis. Raises OSError."""
+    """Writes one rank's file. ``grid`` says which ranks meet over each axis. Raises OSError."""
 
-    def __init__(self, folder: Path, rank: int, groups: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, folder: Path, rank: int, grid: RankGrid) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = file_of(folder, rank)
         path.unlink(missing_ok=True)
         with path.open("x+b") as file:
             file.truncate(_HEADER + VERBS * _SLOT.size)
             self._memory = mmap.mmap(file.fileno(), 0)
-        header = json.dumps({"rank": rank, "groups": {axis: list(ranks) for axis, ranks in groups.items()}}).encode()
-        assert len(header) < _WAITING, "the ranks of every axis do not fit in the header"
+        header = json.dumps({"rank": rank, "grid": asdict(grid)}).encode()  # lists of ranks would grow with the run
         self._memory[: len(header)] = header
         self._count = 0
         self._numbers: dict[tuple[str, str, int], int] = {}
@@ -137,8 +140,7 @@ def read_flight(path: Path) -> Record:
     (count,) = struct.unpack_from("<q", data, _WAITING)
     waiting = next((entry for entry in entries if entry.count == count), None)
     place = data[_HEADER - _PLACE : _HEADER].rstrip(b"\0").decode(errors="replace")
-    groups = {axis: tuple(ranks) for axis, ranks in header["groups"].items()}
-    return Record(header["rank"], groups, place, tuple(entries), waiting)
+    return Record(header["rank"], RankGrid(**header["grid"]), place, tuple(entries), waiting)
 
 
 def _entries(data: bytes) -> Iterator[Entry]:
@@ -161,7 +163,7 @@ def hang_report(folder: Path, num_ranks: int, now: float | None = None) -> list[
     for rank in range(num_ranks):
         try:
             records[rank] = read_flight(file_of(folder, rank))
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             lines.append(f"rank {rank} has left no record ({error})")
     found = [line for record in records.values() for line in _disagreements(record, records)]
     return [*dict.fromkeys(found), *lines, *(_state(record, now) for record in records.values())]
@@ -172,7 +174,7 @@ def _disagreements(record: Record, records: Mapping[int, Record]) -> Iterator[st
     mine = record.waiting
     if mine is None:
         return
-    peers = [mine.peer] if mine.peer >= 0 else [rank for rank in record.groups.get(mine.axis, ()) if rank != record.rank]
+    peers = [mine.peer] if mine.peer >= 0 else [rank for rank in record.group(mine.axis) if rank != record.rank]
     for peer in peers:
         other = records.get(peer)
         if other is None:

@@ -25,7 +25,7 @@ from shardwright.checkpoint.manifest import check_fresh, check_sizes, latest_che
 from shardwright.checkpoint.remote import RemoteStore, check_store
 from shardwright.comm.base import Comm
 from shardwright.comm.flight import FlightRecorder, hang_report
-from shardwright.comm.mesh import MESH_AXES, Mesh
+from shardwright.comm.mesh import Mesh
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import CheckpointError, ConfigError, NonFiniteError, RankError
@@ -181,7 +181,7 @@ def flight_record(folder: Path, mesh: Mesh) -> Iterator[None]:
     """Write every verb of ``mesh`` to ``folder`` inside. When a rank is lost or late, what the records of all ranks say is
     added to the error, and written to ``report-RANK.txt``."""
     try:
-        flight = FlightRecorder(folder, mesh.rank, {axis: mesh.axis(axis).ranks for axis in MESH_AXES})
+        flight = FlightRecorder(folder, mesh.rank, mesh.grid)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; give another train.run_dir") from error
     mesh.recorder.flight = flight
