@@ -409,8 +409,9 @@ def test_ranks_that_stop_without_a_result_end_the_run_as_the_signal_asked(target
 def test_saving_has_a_limit() -> None:
     listen = on_all(2, functools.partial(signal_self, signal.SIGTERM))
     start = time.perf_counter()
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as caught:
         run_local_ranks(save_when_asked, 2, (30.0,), stop_limit_s=0.5, grace_s=0.2, on_message=listen)
+    assert caught.value.__notes__ == ["the ranks did not save and end within 0.5 s and were killed"]
     assert 0.5 < time.perf_counter() - start < 5
 
 

@@ -145,6 +145,7 @@ def train(
                 layout=str(config.layout),
                 threads_per_rank=config.train.threads,
                 timeout_s=config.train.timeout_s,
+                stop_limit_s=config.train.stop_grace_s,
                 on_message=on_message,
             )
     summary: dict[str, Any] = results[0]
