@@ -74,18 +74,21 @@ def train(
     env = torchrun_env()
     if env is not None:
         settings = settings.for_world(env.world_size)
-    _warm_up()
-    from shardwright.train.display import TrainDisplay, tokenise_progress
-    from shardwright.train.loop import RunOptions, prepare_run
-    from shardwright.train.loop import train as run
-    from shardwright.train.report import final_report
+    from shardwright.train.stop import last_words
 
-    quiet = as_json or not _is_main()
-    console = Console(quiet=quiet)
-    options = RunOptions(resume, profile, check == "replicas")
-    with tokenise_progress(console, quiet=quiet) as progress:
-        data = prepare_run(settings, options, progress)
-    summary = run(settings, data, options, TrainDisplay(settings.train.steps, console=console, quiet=quiet))
+    with last_words(Path(settings.train.run_dir), quiet=not _is_main()):
+        _warm_up()
+        from shardwright.train.display import TrainDisplay, tokenise_progress
+        from shardwright.train.loop import RunOptions, prepare_run
+        from shardwright.train.loop import train as run
+        from shardwright.train.report import final_report
+
+        quiet = as_json or not _is_main()
+        console = Console(quiet=quiet)
+        options = RunOptions(resume, profile, check == "replicas")
+        with tokenise_progress(console, quiet=quiet) as progress:
+            data = prepare_run(settings, options, progress)
+        summary = run(settings, data, options, TrainDisplay(settings.train.steps, console=console, quiet=quiet))
     if not _is_main():
         return
     ledger = summary.pop("ledger", None)

@@ -20,6 +20,7 @@ from shardwright.train.continuation import continue_text
 from shardwright.train.display import TrainDisplay, tokenise_progress
 from shardwright.train.loop import RunOptions, prepare_run, train
 from shardwright.train.report import final_report
+from shardwright.train.stop import last_words
 from shardwright.train.text import PYTHON_LIBRARY
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples" / "demo.toml"
@@ -45,7 +46,8 @@ def run_demo(console: Console, sets: tuple[str, ...] = ()) -> None:
         )
     console.rule(f"2  train over {config.layout.world_size} processes")
     console.print(f"{config.model.num_parameters():,} parameters, layout {config.layout}, {config.train.steps} steps")
-    summary = train(config, data, RunOptions(), TrainDisplay(config.train.steps, console=console))
+    with last_words(run_dir):
+        summary = train(config, data, RunOptions(), TrainDisplay(config.train.steps, console=console))
     console.rule("3  what happened")
     final_report(console, config.train.run_dir, **summary["ledger"], peak_bytes=summary["peak_memory_bytes"])
     if summary["bits_per_byte"] is not None:

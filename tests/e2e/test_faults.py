@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int, limit: f
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.005)
     time.sleep(0.02)
+
+
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool], limit: float = 60.0) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.005)
 
 
 def processes_of(process: subprocess.Popen[str]) -> tuple[list[psutil.Process], list[psutil.Process]]:
@@ -114,6 +122,43 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_continue(
     assert stopped and 3 <= step < STEPS
     assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == list(range(1, step + 1))
     continues_as_if_nothing_had_happened(run, uninterrupted, resumed_at=step)
+
+
+@pytest.mark.parametrize("ranks", [0, 2], ids=["before the ranks", "before the first step"])
+def test_a_run_that_is_asked_to_stop_too_soon_says_that_nothing_is_saved(
+    ranks: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """LH: a termination signal at any moment leads to a usable checkpoint or a clear statement that there is none."""
+    with program([*start(changes), "--set", "train.stop_grace_s=3", "--json"], tmp_path) as process:
+        wait_for(process, lambda: bool(psutil.Process(process.pid).children()))
+        wait_for(process, lambda: len(processes_of(process)[0]) >= ranks)
+        for rank in processes_of(process)[0][1:]:
+            rank.suspend()  # so that no step is ever done
+        process.send_signal(signal.SIGTERM)
+        outcome = finish(process)
+    assert (outcome.code, outcome.out) == (128 + signal.SIGTERM, "")
+    assert re.fullmatch(r"stopped by SIGTERM(; the ranks did not .*)?; no checkpoint was saved\n", outcome.err), outcome
+
+
+def test_ranks_that_cannot_save_in_time_are_killed_and_the_last_checkpoint_is_told(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """LH: the time to save is the run's to set."""
+    run = tmp_path / "run"
+    with program([*start(changes), "--set", "train.stop_grace_s=0.7"], tmp_path) as process:
+        wait_for_step(process, run, SAVE_EVERY + 1)
+        ranks, _ = processes_of(process)
+        ranks[1].suspend()
+        stopped_at = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        outcome = finish(process)
+        assert 0.7 < time.monotonic() - stopped_at < 20
+    last = max(int(path.parent.name.partition("-")[2]) for path in run.glob("checkpoints/*/manifest.json"))
+    assert outcome.code == 128 + signal.SIGTERM and last >= SAVE_EVERY
+    assert outcome.err == (
+        "stopped by SIGTERM; the ranks did not save and end within 0.7 s and were killed; raise train.stop_grace_s to let them; "
+        f"the last checkpoint is run/checkpoints/step-{last}, continue with shardwright train run/config.toml --resume auto\n"
+    )
 
 
 def test_a_run_killed_in_its_first_save_starts_again(tmp_path: Path, trained: TrainedRun) -> None:

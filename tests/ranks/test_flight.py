@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from ranks.kit import preload
 from ranks.runs import write_documents
 from ranks.test_resume import Plan, make_config, planned_rank
-from shardwright.comm.flight import file_of, read_flight
+from shardwright.comm.flight import REPORT, file_of, read_flight
 from shardwright.errors import RankError
-from shardwright.launch import RankEnv, run_local_ranks
+from shardwright.launch import RankEnv
+from shardwright.train import loop
 from shardwright.train.loop import RunOptions, prepare_run
 from shardwright.train.step import Trainer
 
@@ -42,29 +47,33 @@ def stray(trainer: Trainer) -> None:
     trainer.mesh.world.barrier(name="stray")
 
 
-def error_of(folder: Path, run: str, layout: str, act: Callable[[Trainer], None]) -> str:
+def larger(trainer: Trainer) -> None:
+    trainer.mesh.world.all_reduce(torch.zeros(5000, dtype=torch.int64), name="tokens")
+
+
+def gather_first(trainer: Trainer) -> None:
+    trainer.mesh.world.all_gather(torch.zeros(2, dtype=torch.int64), name="other")
+
+
+def die_soon(trainer: Trainer) -> None:
+    threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def error_of(folder: Path, run: str, layout: str, act: Callable[[Trainer], None], patch: pytest.MonkeyPatch) -> str:
+    """What `train` raises when rank 1 calls ``act`` at the beginning of its fourth step."""
     write_documents(folder)
     config = make_config(folder, run, layout, timeout_s=LIMIT_S)
-    options = RunOptions()
-    data = prepare_run(config, options)
+    data = prepare_run(config, RunOptions())
+    patch.setattr(loop, "run_rank", functools.partial(planned_rank, plan=Plan(prepare=disturb, arguments=(1, act))))
     with pytest.raises(RankError) as caught:
-        run_local_ranks(
-            planned_rank,
-            2,
-            (config, data, options, Plan(prepare=disturb, arguments=(1, act))),
-            threads_per_rank=1,
-            timeout_s=LIMIT_S,
-            time_limit_s=60.0,
-            grace_s=0.5,
-            preload=preload(),
-        )
+        loop.train(config, data)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,comm=gloo"])
-def test_lh_01_a_rank_that_sleeps(layout: str, tmp_path: Path) -> None:
+def test_lh_01_a_rank_that_sleeps(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = time.monotonic()
-    error = error_of(tmp_path, "sleeps", layout, sleep)
+    error = error_of(tmp_path, "sleeps", layout, sleep, monkeypatch)
     assert time.monotonic() - start < LIMIT_S + 15
     assert re.search(r"rank 1 has not come to all_reduce of 'tokens' \(16 bytes\), number \d+ over world in data", error)
     assert "it is at step 3" in error and re.search(r"rank 1 waits for nobody, at step 3; its last verb was", error)
@@ -73,12 +82,35 @@ def test_lh_01_a_rank_that_sleeps(layout: str, tmp_path: Path) -> None:
     assert (tmp_path / "sleeps" / "flight" / "report-0.txt").is_file()
 
 
-def test_lh_01_a_rank_that_calls_another_collective(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,comm=gloo"])
+@pytest.mark.parametrize(
+    ("act", "theirs"),
+    [
+        (stray, "barrier of 'stray'"),
+        (gather_first, r"all_gather of 'other' \(32 bytes\)"),
+        (larger, r"all_reduce of 'tokens' \(40000 bytes\)"),
+    ],
+)
+def test_lh_01_a_rank_that_calls_something_else(
+    act: Callable[[Trainer], None], theirs: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever dies of it: gloo aborts the process that is right, when more bytes come than it waits for."""
     start = time.monotonic()
-    error = error_of(tmp_path, "stray", "dp=2", stray)
+    error = error_of(tmp_path, "else", layout, act, monkeypatch)
     assert time.monotonic() - start < LIMIT_S + 15
-    assert re.search(
+    assert re.match(
         r"ranks 0 and 1 differ: number \d+ over world is all_reduce of 'tokens' \(16 bytes\) on rank 0 \(at step 3\) "
-        r"but barrier of 'stray' on rank 1 \(at step 3\)",
+        rf"but {theirs} on rank 1 \(at step 3\)\n",
         error,
     )
+    assert error.count(REPORT) == 1 and "\nrank 1 " in error.split(REPORT)[1]
+    assert (tmp_path / "else" / "flight" / "report.txt").read_text() == f"{error}\n"
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=2,microbatches=4", "cp=2,dp=2,zero=3,comm=gloo"])
+def test_lh_01_a_rank_that_is_killed_in_mid_step_is_named_and_nobody_differs(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = error_of(tmp_path, "killed", layout, die_soon, monkeypatch)
+    assert error.startswith("rank 1 was killed by SIGKILL (out of memory, or killed by hand); it was at ")
+    assert "differ" not in error and re.search(r"\nrank 1 (waits|has waited)", error.split(REPORT)[1])

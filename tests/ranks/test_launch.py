@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from ranks.kit import TESTS, living_ranks, run_ranks
 from shardwright import launch
 from shardwright.errors import ConfigError, DataError, LayoutError, RankError, ShardwrightError
-from shardwright.launch import RankEnv, run_local_ranks, torchrun_env
+from shardwright.launch import RankEnv, init_process_group, run_local_ranks, torchrun_env
 
 Say = Callable[[int, Any], None]
 
@@ -205,7 +206,8 @@ def test_ranks_share_the_cores_and_do_not_spin(monkeypatch: pytest.MonkeyPatch) 
     assert run_local_ranks(threads_and_spin, 1) == [(5, "0")]
 
 
-def test_two_jobs_at_once_do_not_meet() -> None:
+def test_lh_04_two_jobs_at_once_do_not_meet() -> None:
+    """No port is used, so none can be taken."""
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(run_ranks, reduced, 2, 20)
         second = pool.submit(run_ranks, reduced, 3, 20)
@@ -409,8 +411,9 @@ def test_ranks_that_stop_without_a_result_end_the_run_as_the_signal_asked(target
 def test_saving_has_a_limit() -> None:
     listen = on_all(2, functools.partial(signal_self, signal.SIGTERM))
     start = time.perf_counter()
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as caught:
         run_local_ranks(save_when_asked, 2, (30.0,), stop_limit_s=0.5, grace_s=0.2, on_message=listen)
+    assert caught.value.__notes__ == ["the ranks did not save and end within 0.5 s and were killed"]
     assert 0.5 < time.perf_counter() - start < 5
 
 
@@ -457,9 +460,27 @@ def test_srun_is_recognised() -> None:
     env = torchrun_env(SRUN)
     assert env is not None
     assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (4, 5, 0, 1)
-    assert (env.node_rank, env.num_nodes, env.init_method) == (2, 3, "tcp://node0:29500")
+    assert (env.node_rank, env.num_nodes, env.init_method) == (2, 3, "tcp://node0:10000")
     even = torchrun_env({**SRUN, "SLURM_NTASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "MASTER_PORT": "1234"})
     assert even is not None and (even.local_world_size, even.init_method) == (2, "tcp://node0:1234")
+
+
+def test_lh_04_jobs_and_steps_of_slurm_have_ports_of_their_own() -> None:
+    jobs = [{"SLURM_JOB_ID": job, "SLURM_STEP_ID": step} for job in ("4711", "4712", "99999999") for step in ("0", "1")]
+    envs = [torchrun_env({**SRUN, **job}) for job in jobs]
+    ports = {int(env.init_method.rpartition(":")[2]) for env in envs if env is not None}
+    assert len(ports) == len(jobs) and all(10000 <= port < 30000 for port in ports)
+
+
+def test_lh_04_a_port_that_another_program_holds_is_told_at_once() -> None:
+    start = time.perf_counter()
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"rank 0 cannot listen at .*{port}.*; set MASTER_PORT to one that is free"):
+            init_process_group(RankEnv(0, 2, 0, 2, f"tcp://127.0.0.1:{port}"))
+    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_the_same_sequences_in_more_micro_batches_are_the_same_step(two_ranks: l
 
 
 def on_four_ranks(env: RankEnv, prefix: str) -> dict[str, Any]:
-    """LN-03, LN-12, LN-13, US-08: equal tokens everywhere; an evaluation of ten windows; the schedule; odd sizes."""
+    """LN-03, LN-12, LN-13, US-08, LH-02: equal tokens everywhere; an evaluation of ten windows; the schedule; odd sizes."""
     sets = ["optim.schedule=linear", "optim.min_lr_ratio=0"]
     config = make_config("dp=4,microbatches=2,precision=fp64,bucket_mb=0.0005", sets)
     trainer = rig(Trainer(config, mesh_of(env, config)))

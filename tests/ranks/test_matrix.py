@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shardwright.core.layout import Layout
 from shardwright.core.run_config import RunConfig
+from shardwright.verify import broken
 from shardwright.verify import matrix as module
 from shardwright.verify.broken import BASES, FAMILIES, Breakages, Caught, break_everything
 from shardwright.verify.layouts import Plan
@@ -111,6 +114,28 @@ def test_mutations_are_caught_and_it_is_said_by_what(config: RunConfig) -> None:
     assert "ledger" not in caught["swap-tp-ranks"] and "loss" not in caught["skip-loss-scale"] >= {"gradients", "norm"}
     assert {"loss", "gradients"} <= caught["drop-loss-weight"] and "gradients" in caught["shift-positions"]
     assert json.dumps(found.to_json()) and breakage_table(found).row_count == len(names)
+
+
+def test_a_mutation_whose_ranks_end_with_an_error_is_not_caught(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be its own code that fails, or a rank that was late."""
+    error = "rank 1 failed: AttributeError: 'Trainer' object has no attribute 'executor'\nTraceback"
+
+    class Ends:
+        def __init__(self, *given: object) -> None:
+            pass
+
+        def run(self, configs: Any, names: list[str | None], done: Any) -> None:
+            for index, name in enumerate(names):
+                passed = {"loss": SimpleNamespace(passed=name is None)}
+                done(index, error if name == "reduce-early" else SimpleNamespace(comparisons=passed, differences=[]), 0.0)
+
+    monkeypatch.setattr(broken, "Runner", Ends)
+    found = break_everything(config, Path(config.train.run_dir).parent, 2, names=("reduce-early", "own-seed"))
+    assert not found.passed and not found.unsound and found.stopped == ["reduce-early"]
+    assert (found.to_json()["missed"], found.to_json()["stopped"]) == (["reduce-early"], ["reduce-early"])
+    table = breakage_table(found)
+    assert table.title == "2 kinds of defects, one at a time, 1 ended by an error"
+    assert f"nothing: {error.splitlines()[0]}" in [str(cell) for cell in table.columns[3].cells]
 
 
 def test_a_mutation_that_nothing_catches_or_an_unsound_layout_fails() -> None:

@@ -206,6 +206,17 @@ def test_bf16_continues_bit_for_bit_too(zero: int, folder: Path) -> None:
     assert_same_state(load(halves, 4), load(whole, 4))
 
 
+def test_lh_02_ranks_end_together_though_windows_do_not_divide_among_them(folder: Path) -> None:
+    """An epoch goes on into the next one, a rank without held-out windows brings empty batches: equal steps everywhere."""
+    config = make_config(folder, "uneven", "dp=4", eval_every=4)
+    data = prepare_run(config, RunOptions())
+    train, valid = (open_split(config, data, split).datasets[0] for split in ("train", "valid"))
+    assert train.num_windows % 4 and train.num_windows < 4 * STEPS and valid.num_eval_windows < 4
+    summaries = run(config)
+    assert [summary["steps"] for summary in summaries] == [STEPS] * 4 and len(losses(config)) == STEPS
+    assert {summary["valid_loss"] for summary in summaries} == {summaries[0]["valid_loss"]} != {None}
+
+
 # ------------------------------------------------------------------------------------------ a rank is lost
 
 
@@ -279,7 +290,7 @@ def signal_in_step(env: RankEnv, step: int, delays: dict[int, float]) -> None:
 @pytest.mark.parametrize(
     "delays", [{1: 0.0}, {0: 0.2, 1: 0.0, 2: 0.13, 3: 0.07}], ids=["one rank only", "all, one after another"]
 )
-def test_a_signal_stops_all_ranks_after_the_same_step_with_one_checkpoint(
+def test_lh_06_a_signal_stops_all_ranks_after_the_same_step_with_one_checkpoint(
     delays: dict[int, float], folder: Path
 ) -> None:
     config = make_config(folder, f"signal-{len(delays)}", "dp=4", steps=5000)
@@ -309,7 +320,7 @@ def with_another_seed(env: RankEnv, config: RunConfig, data: PreparedData, optio
     return run_rank(env, config.model_copy(update={"train": train}), data, options)
 
 
-def test_a_rank_with_another_configuration_is_refused_with_both_values(folder: Path) -> None:
+def test_lh_03_a_rank_with_another_configuration_is_refused_with_both_values(folder: Path) -> None:
     config = make_config(folder, "configs")
     others = [
         config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 0.5})}),

@@ -342,7 +342,7 @@ def test_wrong_batch_shapes_are_refused(folder: Path, values: tuple[int, int, in
 
 @pytest.mark.parametrize(("dp", "micro_batch"), [(4, 1), (1, 4), (3, 2), (4, 3), (16, 1)])
 def test_evaluation_counts_every_sample_once(folder: Path, dp: int, micro_batch: int) -> None:
-    """LN-12: 10 samples, DP=4, batch 1: exactly 10 in the metric, and as many batches on every rank."""
+    """LN-12, LH-02: 10 samples, DP=4, batch 1: exactly 10 in the metric, and as many batches on every rank."""
     dataset = stream(folder, 39, 4)
     assert dataset.num_eval_windows == 10
     samplers = [EvalSampler([dataset], micro_batch, dp, rank) for rank in range(dp)]

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.comm.flight import VERBS, FlightRecorder, file_of, hang_report, read_flight
-from shardwright.comm.mesh import Mesh
+from shardwright.comm.flight import VERBS, FlightRecorder, clear_flights, file_of, hang_report, read_flight
+from shardwright.comm.mesh import MESH_AXES, Mesh
+from shardwright.core.axes import RankGrid
 from shardwright.core.layout import Layout
 
-GROUPS = {"world": (0, 1, 2), "pp": (0, 1)}
+GRID = RankGrid(pp=3)
 
 
 def recorders(folder: Path, num_ranks: int = 3) -> list[FlightRecorder]:
-    return [FlightRecorder(folder, rank, GROUPS) for rank in range(num_ranks)]
+    return [FlightRecorder(folder, rank, GRID) for rank in range(num_ranks)]
 
 
 def call(flight: FlightRecorder, name: str, verb: str = "all_reduce", *, done: bool = True, size: int = 8) -> None:
@@ -27,12 +28,12 @@ def call(flight: FlightRecorder, name: str, verb: str = "all_reduce", *, done: b
 
 
 def test_a_record_tells_what_was_done_and_what_is_waited_for(tmp_path: Path) -> None:
-    flight = FlightRecorder(tmp_path, 1, GROUPS)
+    flight = FlightRecorder(tmp_path, 1, GRID)
     call(flight, "norm")
     flight.at("step 3, reduction and update")
     call(flight, "tokens", done=False)
     record = read_flight(file_of(tmp_path, 1))  # while it is being written
-    assert (record.rank, record.groups, record.place) == (1, GROUPS, "step 3, reduction and update")
+    assert (record.rank, record.grid, record.place) == (1, GRID, "step 3, reduction and update")
     first, second = record.entries
     assert (first.call, first.number, first.end > first.begin) == ("all_reduce of 'norm' (8 bytes)", 1, True)
     assert record.waiting == second and (second.number, second.end) == (2, 0.0)
@@ -40,7 +41,7 @@ def test_a_record_tells_what_was_done_and_what_is_waited_for(tmp_path: Path) -> 
 
 
 def test_only_the_last_verbs_are_kept(tmp_path: Path) -> None:
-    flight = FlightRecorder(tmp_path, 0, GROUPS)
+    flight = FlightRecorder(tmp_path, 0, GRID)
     late = flight.begin("world", "all_reduce", "late", "B", 8)
     for index in range(VERBS + 5):
         call(flight, f"gradients.{index}")
@@ -59,7 +60,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_is_at(tmp_path: Path) -
         flights[rank].at("step 5, reduction and update")
         call(flights[rank], "norm", done=False)
     flights[1].at("step 5, the next batch")
-    report = hang_report(tmp_path, 3)
+    report = hang_report(tmp_path, 3).lines
     assert report[0] == (
         "rank 1 has not come to all_reduce of 'norm' (8 bytes), number 2 over world in reduce; it is at step 5, the next batch"
     )
@@ -85,12 +86,48 @@ def test_another_verb_or_shape_in_the_same_place(verb: str, name: str, size: int
             call(flight, "norm", done=False)
         else:
             call(flight, name, verb, done=False, size=size)
-    report = hang_report(tmp_path, 3)
-    found = [line for line in report if "differ" in line]
-    assert len(found) == 2 and all(words in line for line in found)
-    assert found[0].startswith(
-        "ranks 0 and 2 differ: number 1 over world is all_reduce of 'norm' (8 bytes) on rank 0 (at place 0)"
+    (found,) = hang_report(tmp_path, 3).differ
+    assert found == (
+        "ranks 0 and 2 differ: number 1 over world is all_reduce of 'norm' (8 bytes) on rank 0 (at place 0) "
+        f"but {words} (at place 2); 2 ranks have called the one, 1 the other"
     )
+
+
+def test_lh_01_a_rank_that_was_lost_without_waiting_is_compared_too(tmp_path: Path) -> None:
+    """As gloo aborts a process: from a thread of its own. Rank 2 has gone on from what was wrong."""
+    flights = recorders(tmp_path)
+    for flight in flights:
+        call(flight, "tokens")
+    for flight in flights[:2]:
+        flight.begin("world", "all_reduce", "norm", "reduce", 8)
+    call(flights[2], "norm", size=16)
+    call(flights[2], "norm", done=False)  # all after it is a consequence
+    (found,) = hang_report(tmp_path, 3).differ
+    assert found.startswith("ranks 0 and 2 differ: number 2 over world is all_reduce of 'norm' (8 bytes) on rank 0")
+
+
+def test_what_all_have_ended_differs_in_nothing(tmp_path: Path) -> None:
+    flights = recorders(tmp_path, 2)
+    call(flights[0], "a copy")
+    call(flights[1], "the copy")
+    assert hang_report(tmp_path, 2).differ == []
+
+
+@pytest.mark.parametrize(("name", "size"), [("activations.1", 64), ("activations.0", 32)])
+def test_a_message_that_is_sent_as_another_one(name: str, size: int, tmp_path: Path) -> None:
+    flights = recorders(tmp_path, 2)
+    flights[0].begin("pp", "send", name, "F", size, peer=1)
+    flights[1].wait(flights[1].begin("pp", "recv", "activations.0", "F", 64, peer=0))
+    (found,) = hang_report(tmp_path, 2).differ
+    assert found.startswith(
+        f"ranks 0 and 1 differ: message 1 from rank 0 to rank 1 over pp is send of {name!r} ({size} bytes) on rank 0"
+    )
+
+
+def test_records_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
+    recorders(tmp_path)
+    clear_flights(tmp_path)
+    assert not any(tmp_path.iterdir()) and not hang_report(tmp_path, 3).states
 
 
 def test_messages_are_numbered_by_pair(tmp_path: Path) -> None:
@@ -101,7 +138,7 @@ def test_messages_are_numbered_by_pair(tmp_path: Path) -> None:
     for rank, peer in ((0, 1), (1, 0)):
         count = flights[rank].begin("pp", "recv", "more", "B", 64, peer=peer)
         flights[rank].wait(count)
-    report = hang_report(tmp_path, 3)
+    report = hang_report(tmp_path, 3).lines
     waits = "recv of 'more' (64 bytes) with rank"
     first = f"rank 0 has not come to {waits} 0, number 2 over pp in B; it waits in {waits} 1"
     assert any(line.startswith(first) for line in report)
@@ -110,12 +147,12 @@ def test_messages_are_numbered_by_pair(tmp_path: Path) -> None:
 
 def test_a_rank_without_a_record_is_told(tmp_path: Path) -> None:
     recorders(tmp_path, 2)
-    assert any(line.startswith("rank 2 has left no record") for line in hang_report(tmp_path, 3))
+    assert any(line.startswith("rank 2 has left no record") for line in hang_report(tmp_path, 3).lines)
 
 
 def test_every_verb_of_a_mesh_is_recorded(tmp_path: Path) -> None:
     mesh = Mesh.dry(Layout.parse("dp=2,tp=2"))
-    mesh.recorder.flight = FlightRecorder(tmp_path, 0, {"dp": mesh.dp.ranks})
+    mesh.recorder.flight = FlightRecorder(tmp_path, 0, mesh.grid)
     tensor = torch.ones(4, device="meta")
     mesh.dp.all_reduce(tensor, name="a")
     mesh.dp.reduce_scatter(tensor, name="b")
@@ -133,3 +170,21 @@ def test_every_verb_of_a_mesh_is_recorded(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(entry.end for entry in entries)
     assert [entry.number for entry in entries if entry.axis == "dp"] == [1, 2, 3, 4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["dp=512", "tp=8,dp=512", "tp=8,pp=16,dp=128,order=tp-cp-pp-dp", "tp=4,cp=4,pp=8,dp=128,ep=64,dp_replicate=2,zero=3"],
+)
+def test_a_record_of_a_large_run_knows_its_groups(layout: str, tmp_path: Path) -> None:
+    """Up to 16,384 ranks, whose numbers fill no file."""
+    rank = 131
+    mesh = Mesh.dry(Layout.parse(layout), rank)
+    flight = FlightRecorder(tmp_path, rank, mesh.grid)
+    flight.at("step 0")
+    call(flight, "tokens", done=False)
+    path = file_of(tmp_path, rank)
+    record = read_flight(path)
+    assert {axis: record.group(axis) for axis in MESH_AXES} == {axis: tuple(mesh.axis(axis).ranks) for axis in MESH_AXES}
+    assert (record.rank, record.place) == (rank, "step 0") and record.waiting is not None
+    assert path.stat().st_size < 100_000

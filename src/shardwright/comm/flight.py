@@ -11,13 +11,16 @@ import json
 import mmap
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+
+from shardwright.core.axes import RankGrid
 
 VERBS = 256
 """Verbs that a file holds; older ones are written over."""
-_HEADER = 16384
+_HEADER = 1024
 _PLACE = 160
 """Bytes for the words that say what the rank is at, at the end of the header."""
 _SLOT = struct.Struct("<qqddqi180s")
@@ -56,38 +59,42 @@ class Record:
     """One rank's file. ``waiting``: the verb that it stands still for."""
 
     rank: int
-    groups: Mapping[str, tuple[int, ...]]
+    grid: RankGrid
     place: str
     entries: tuple[Entry, ...]
     waiting: Entry | None
 
+    def group(self, axis: str) -> tuple[int, ...]:
+        """The ranks that this one meets over an axis."""
+        return next(ranks for ranks in self.grid.axis_groups(axis) if self.rank in ranks)
+
     def same(self, entry: Entry, rank: int) -> Entry | None:
         """The verb that meets ``entry`` of rank ``rank``: of the same axis (or pair) and number."""
-        peer = rank if entry.peer >= 0 else -1
-        verb = {"send": "recv", "recv": "send"}.get(entry.verb)
-        return next(
-            (
-                found
-                for found in self.entries
-                if (found.axis, found.number, found.peer) == (entry.axis, entry.number, peer)
-                and (peer < 0 or found.verb == verb)
-            ),
-            None,
-        )
+        if entry.peer < 0:
+            return self.numbered(entry.axis, entry.number)
+        verb = {"send": "recv", "recv": "send"}.get(entry.verb, "")
+        return self._by_number.get((entry.axis, entry.number, rank, verb))
+
+    def numbered(self, axis: str, number: int) -> Entry | None:
+        """The verb of that number on an axis, messages aside."""
+        return self._by_number.get((axis, number, -1, ""))
+
+    @cached_property
+    def _by_number(self) -> dict[tuple[str, int, int, str], Entry]:
+        return {(one.axis, one.number, one.peer, one.verb if one.peer >= 0 else ""): one for one in self.entries}
 
 
 class FlightRecorder:
-    """Writes one rank's file. ``groups``: the ranks of each axis. Raises OSError."""
+    """Writes one rank's file. ``grid`` says which ranks meet over each axis. Raises OSError."""
 
-    def __init__(self, folder: Path, rank: int, groups: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, folder: Path, rank: int, grid: RankGrid) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = file_of(folder, rank)
         path.unlink(missing_ok=True)
         with path.open("x+b") as file:
             file.truncate(_HEADER + VERBS * _SLOT.size)
             self._memory = mmap.mmap(file.fileno(), 0)
-        header = json.dumps({"rank": rank, "groups": {axis: list(ranks) for axis, ranks in groups.items()}}).encode()
-        assert len(header) < _WAITING, "the ranks of every axis do not fit in the header"
+        header = json.dumps({"rank": rank, "grid": asdict(grid)}).encode()  # lists of ranks would grow with the run
         self._memory[: len(header)] = header
         self._count = 0
         self._numbers: dict[tuple[str, str, int], int] = {}
@@ -137,8 +144,7 @@ def read_flight(path: Path) -> Record:
     (count,) = struct.unpack_from("<q", data, _WAITING)
     waiting = next((entry for entry in entries if entry.count == count), None)
     place = data[_HEADER - _PLACE : _HEADER].rstrip(b"\0").decode(errors="replace")
-    groups = {axis: tuple(ranks) for axis, ranks in header["groups"].items()}
-    return Record(header["rank"], groups, place, tuple(entries), waiting)
+    return Record(header["rank"], RankGrid(**header["grid"]), place, tuple(entries), waiting)
 
 
 def _entries(data: bytes) -> Iterator[Entry]:
@@ -153,40 +159,108 @@ def _entries(data: bytes) -> Iterator[Entry]:
 # -- what they say of a hang -------------------------------------------------------------------------
 
 
-def hang_report(folder: Path, num_ranks: int, now: float | None = None) -> list[str]:
-    """Lines for people: which ranks disagree and how, then what every rank waits for or did last."""
+REPORT = "what the ranks have called last:"
+"""Stands before a report in an error."""
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """Lines for people. ``differ``: ranks that call different things in the same place; ``late``: who has not come to what
+    others wait for, or has left no record; ``states``: what every rank waits for or did last."""
+
+    differ: list[str]
+    late: list[str]
+    states: list[str]
+
+    @property
+    def lines(self) -> list[str]:
+        return [*self.differ, *self.late, *self.states]
+
+    def __str__(self) -> str:
+        return "\n".join((REPORT, *self.lines))
+
+
+def report_file(folder: Path, rank: int) -> Path:
+    """Where a rank that raises writes what the records said then."""
+    return folder / f"report-{rank}.txt"
+
+
+def clear_flights(folder: Path) -> None:
+    """Remove what an earlier run left, which would be taken for that of ranks that have not written anything yet."""
+    for path in (*folder.glob("rank-*.flight"), *folder.glob("report*.txt")):
+        path.unlink(missing_ok=True)
+
+
+def hang_report(folder: Path, num_ranks: int, now: float | None = None) -> HangReport:
+    """What the records of all ranks say: which ranks disagree and how, then what every rank waits for or did last."""
     now = time.time() if now is None else now
     records: dict[int, Record] = {}
     lines = []
     for rank in range(num_ranks):
         try:
             records[rank] = read_flight(file_of(folder, rank))
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             lines.append(f"rank {rank} has left no record ({error})")
-    found = [line for record in records.values() for line in _disagreements(record, records)]
-    return [*dict.fromkeys(found), *lines, *(_state(record, now) for record in records.values())]
+    differ = [*_different_calls(records), *_different_messages(records)]
+    late = dict.fromkeys(line for record in records.values() for line in _late(record, records))
+    return HangReport(differ, [*late, *lines], [_state(record, now) for record in records.values()])
 
 
-def _disagreements(record: Record, records: Mapping[int, Record]) -> Iterator[str]:
-    """What others do in the place of the verb that this rank waits for."""
+def _different_calls(records: Mapping[int, Record]) -> Iterator[str]:
+    """For each group the first verb, of those that some rank has not ended, that is not the same on all who have come to it.
+
+    The wrong one may be a rank that has gone on, and a rank that is lost may not have waited: so who waits is not asked."""
+    open_: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+    for record in records.values():
+        for entry in record.entries:
+            if not entry.end and entry.peer < 0:
+                open_.setdefault((entry.axis, record.group(entry.axis)), set()).add(entry.number)
+    for (axis, ranks), numbers in open_.items():
+        for number in sorted(numbers):
+            calls: dict[str, list[int]] = {}
+            for rank in ranks:
+                found = records[rank].numbered(axis, number) if rank in records else None
+                if found is not None:
+                    calls.setdefault(found.call, []).append(rank)
+            if len(calls) > 1:
+                (call, most), *others = sorted(calls.items(), key=lambda item: -len(item[1]))
+                for other, fewer in others:
+                    first, second = sorted(((most, call), (fewer, other)))
+                    counts = f"; {len(first[0])} ranks have called the one, {len(second[0])} the other" if len(ranks) > 2 else ""
+                    what = f"number {number} over {axis}"
+                    yield _differ(records, what, (first[0][0], first[1]), (second[0][0], second[1])) + counts
+                break
+
+
+def _different_messages(records: Mapping[int, Record]) -> Iterator[str]:
+    """For each pair and direction the first message, of those that are not received yet, that is sent as another one."""
+    for record in records.values():
+        wrong = set()
+        for mine in record.entries:
+            other = records.get(mine.peer)
+            if mine.end or mine.verb != "recv" or other is None or (mine.axis, mine.peer) in wrong:
+                continue
+            theirs = other.same(mine, record.rank)
+            if theirs is not None and (theirs.name, theirs.num_bytes) != (mine.name, mine.num_bytes):
+                wrong.add((mine.axis, mine.peer))
+                what = f"message {mine.number} from rank {mine.peer} to rank {record.rank} over {mine.axis}"
+                yield _differ(records, what, (mine.peer, theirs.call), (record.rank, mine.call))
+
+
+def _differ(records: Mapping[int, Record], what: str, first: tuple[int, str], second: tuple[int, str]) -> str:
+    parts = [f"{call} on rank {rank} (at {records[rank].place or 'no place'})" for rank, call in (first, second)]
+    return f"ranks {first[0]} and {second[0]} differ: {what} is {parts[0]} but {parts[1]}"
+
+
+def _late(record: Record, records: Mapping[int, Record]) -> Iterator[str]:
+    """Who has not come to the verb that this rank waits for."""
     mine = record.waiting
     if mine is None:
         return
-    peers = [mine.peer] if mine.peer >= 0 else [rank for rank in record.groups.get(mine.axis, ()) if rank != record.rank]
-    for peer in peers:
+    for peer in [mine.peer] if mine.peer >= 0 else record.group(mine.axis):
         other = records.get(peer)
-        if other is None:
-            continue
-        theirs = other.same(mine, record.rank)
-        if theirs is None:
+        if other is not None and other.same(mine, record.rank) is None:
             yield f"rank {peer} has not come to {mine}; {_doing(other)}"
-        elif mine.peer < 0 and theirs.call != mine.call:
-            first, second = sorted(((record.rank, mine), (peer, theirs)), key=lambda item: item[0])
-            yield (
-                f"ranks {first[0]} and {second[0]} differ: number {mine.number} over {mine.axis} is {first[1].call} on rank "
-                f"{first[0]} (at {records[first[0]].place or 'no place'}) but {second[1].call} on rank {second[0]} "
-                f"(at {records[second[0]].place or 'no place'})"
-            )
 
 
 def _doing(record: Record) -> str:

@@ -147,6 +147,9 @@ class TrainConfig(Section):
     """CPU threads of each rank; None shares the cores."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Longest wait for another rank."""
+    stop_grace_s: float = Field(default=60.0, gt=0)
+    """After Ctrl-C or SIGTERM: time for the step under way and the save, then the ranks are killed. A scheduler that sends
+    SIGTERM has a limit of its own (srun's KillWait, torchrun's 30 s)."""
 
 
 class RunConfig(Section):

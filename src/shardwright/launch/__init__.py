@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from shardwright.errors import LayoutError
-from shardwright.launch.job import Job, process_lock, stop_signals
+from shardwright.launch.job import Job, process_lock, raising_sigterm, stop_signals
 from shardwright.launch.starter import (
     DEFAULT_TIMEOUT_S,
     RankEnv,
@@ -49,6 +49,7 @@ __all__ = [
     "device_for",
     "init_process_group",
     "launch",
+    "raising_sigterm",
     "run_local_ranks",
     "start_forkserver",
     "torchrun_env",
@@ -142,7 +143,8 @@ def run_local_ranks(
     Raises:
         RankError: a rank failed, died, or the time limit passed; names the rank, shows its traceback or stacks.
         ShardwrightError: a rank met a mistake of the user (exit code 2); the same class and message.
-        KeyboardInterrupt, SystemExit: asked to stop by Ctrl-C or SIGTERM, and not every rank returned.
+        KeyboardInterrupt, SystemExit: asked to stop by Ctrl-C or SIGTERM, and not every rank returned; with a note if
+            ``stop_limit_s`` was over.
     """
     if world_size < 1:
         raise LayoutError(f"the number of ranks is {world_size}; it must be at least 1")

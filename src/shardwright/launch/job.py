@@ -14,13 +14,13 @@ from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from shardwright import errors
 from shardwright.errors import RankError, ShardwrightError
 from shardwright.launch.failure import Failure
 from shardwright.launch.rank import Note, note_path, rank_main
-from shardwright.launch.starter import RankEnv
+from shardwright.launch.starter import RankEnv, torchrun_env
 
 BLAME_WINDOW_S = 0.5  # how long a lost connection waits for the death that explains it
 FORKSERVER_LOST = 255  # exit code that multiprocessing makes up when the fork server died; the rank may be alive
@@ -200,7 +200,8 @@ class Job:
         """Raise if the run, or the ranks' time to stop, is over."""
         now = time.monotonic()
         if now > self.stop_deadline:
-            self.raise_stopped()
+            late = not (self.stopped or self.kill_requested)
+            self.raise_stopped(f"the ranks did not save and end within {self.stop_limit_s:g} s and were killed" if late else "")
         if self.time_limit_s is not None and now > self.started_at + self.time_limit_s:
             names = _names([rank.rank for rank in running])
             stacks = self.ask_stacks(running)
@@ -210,11 +211,12 @@ class Job:
                 rank=running[0].rank if len(running) == 1 else -1,
             )
 
-    def raise_stopped(self) -> None:
+    def raise_stopped(self, note: str = "") -> NoReturn:
         """The ranks were asked to stop and have not returned: end as the signal asked."""
-        if self.stop_signal == signal.SIGTERM:
-            raise SystemExit(128 + signal.SIGTERM)
-        raise KeyboardInterrupt
+        end = SystemExit(128 + signal.SIGTERM) if self.stop_signal == signal.SIGTERM else KeyboardInterrupt()
+        if note:
+            end.add_note(note)
+        raise end
 
     def raise_failure(self) -> None:
         """Raise the failure that explains all others, as soon as it is known."""
@@ -280,6 +282,26 @@ class Job:
 def _names(ranks: Sequence[int]) -> str:
     """``rank 1``, ``ranks 0, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+@contextlib.contextmanager
+def raising_sigterm() -> Iterator[None]:
+    """While no rank runs yet, SIGTERM ends the program by an exception, as Ctrl-C does, so that it can say what there is.
+
+    Not in a rank of torchrun or srun, where it may come in the middle of a collective, which no exception ends."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or torchrun_env() is not None or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

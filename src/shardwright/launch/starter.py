@@ -66,7 +66,10 @@ def device_for(env: RankEnv, kind: Literal["auto", "cpu", "cuda"] = "auto") -> t
 
 
 def init_process_group(env: RankEnv, device: Literal["cpu", "cuda"] = "cpu") -> None:
-    """Join the default process group: gloo for CPU tensors and, on CUDA, NCCL for tensors on this rank's GPU."""
+    """Join the default process group: gloo for CPU tensors and, on CUDA, NCCL for tensors on this rank's GPU.
+
+    Raises ConfigError if another program listens where rank 0 should.
+    """
     import torch
     import torch.distributed as dist
 
@@ -82,9 +85,17 @@ def init_process_group(env: RankEnv, device: Literal["cpu", "cuda"] = "cpu") -> 
 
         store, _, _ = next(rendezvous(env.init_method, env.rank, env.world_size, timeout=timeout))
         where = {"store": fresh_store(store, env.rank, env.world_size, env.timeout_s)}
-    dist.init_process_group(
-        backend, rank=env.rank, world_size=env.world_size, timeout=timeout, device_id=device_id, **where
-    )
+    try:
+        dist.init_process_group(
+            backend, rank=env.rank, world_size=env.world_size, timeout=timeout, device_id=device_id, **where
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"rank {env.rank} cannot listen at the port of MASTER_PORT, another program does ({error}); set MASTER_PORT to one "
+            "that is free, or start with torchrun --standalone, which finds one"
+        ) from None
     if device == "cpu":  # a rank that is done and leaves at once would break the connections that others still make
         dist.barrier()
 
@@ -160,7 +171,9 @@ def _from_srun(environ: Mapping[str, str], timeout_s: float) -> RankEnv | None:
     per_node: list[int] = []  # "4(x2),1" is 4, 4, 1
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         per_node += [int(count)] * int(times or 1)
-    host, port = environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT", 29500)
+    # Jobs that share a node must not meet: below the ports that systems give away by themselves, one for each job and step.
+    job, step = (_integer(environ, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    host, port = environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT", 10000 + (16 * job + step) % 20000)
     return RankEnv(
         rank=_integer(environ, "SLURM_PROCID"),
         world_size=world_size,

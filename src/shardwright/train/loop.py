@@ -24,8 +24,8 @@ from shardwright.checkpoint.hf import hf_names
 from shardwright.checkpoint.manifest import check_fresh, check_sizes, latest_checkpoint, named_steps
 from shardwright.checkpoint.remote import RemoteStore, check_store
 from shardwright.comm.base import Comm
-from shardwright.comm.flight import FlightRecorder, hang_report
-from shardwright.comm.mesh import MESH_AXES, Mesh
+from shardwright.comm.flight import REPORT, FlightRecorder, clear_flights, hang_report, report_file
+from shardwright.comm.mesh import Mesh
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import CheckpointError, ConfigError, NonFiniteError, RankError
@@ -137,17 +137,50 @@ def train(
             if display is not None:
                 _show(display, message)
 
-        results = launch(
-            run_rank,
-            config.layout.world_size,
-            (config, data, options),
-            layout=str(config.layout),
-            threads_per_rank=config.train.threads,
-            timeout_s=config.train.timeout_s,
-            on_message=on_message,
-        )
+        with flight_report(Path(config.train.run_dir) / "flight", config.layout.world_size):
+            results = launch(
+                run_rank,
+                config.layout.world_size,
+                (config, data, options),
+                layout=str(config.layout),
+                threads_per_rank=config.train.threads,
+                timeout_s=config.train.timeout_s,
+                stop_limit_s=config.train.stop_grace_s,
+                on_message=on_message,
+            )
     summary: dict[str, Any] = results[0]
     return summary
+
+
+@contextmanager
+def flight_report(folder: Path, num_ranks: int) -> Iterator[None]:
+    """Around a run: when a rank was lost, what the records of all ranks say is added to the error and written to
+    ``report.txt``. Ranks that called different things come first: the rank that died of it may have been right."""
+    env = torchrun_env()
+    if env is None:  # else the others may be at it already
+        with suppress(OSError):
+            clear_flights(folder)
+    try:
+        yield
+    except RankError as error:
+        report = hang_report(folder, num_ranks)
+        if not report.states:  # no rank came so far
+            raise
+        # What the first rank that waited too long saw: since then others may have come, and all were ended.
+        written = [report_file(folder, env.rank)] if env is not None else sorted(folder.glob("report-*.txt"), key=_written_at)
+        try:
+            report_text = next((REPORT + path.read_text("utf-8").rpartition(REPORT)[2].rstrip() for path in written), str(report))
+        except OSError:
+            report_text = str(report)
+        text = "\n".join([*report.differ[:1], str(error), report_text])
+        if env is None:
+            with suppress(OSError):
+                (folder / "report.txt").write_text(f"{text}\n", encoding="utf-8")
+        raise RankError(text, rank=-1 if report.differ else error.rank) from error
+
+
+def _written_at(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _show(display: TrainDisplay, message: Mapping[str, Any]) -> None:
@@ -178,20 +211,19 @@ def run_rank(env: RankEnv, config: RunConfig, data: PreparedData, options: RunOp
 
 @contextmanager
 def flight_record(folder: Path, mesh: Mesh) -> Iterator[None]:
-    """Write every verb of ``mesh`` to ``folder`` inside. When a rank is lost or late, what the records of all ranks say is
-    added to the error, and written to ``report-RANK.txt``."""
+    """Write every verb of ``mesh`` to ``folder`` inside. When a rank is lost or late, what the records of all ranks say then
+    is written to ``report-RANK.txt``."""
     try:
-        flight = FlightRecorder(folder, mesh.rank, {axis: mesh.axis(axis).ranks for axis in MESH_AXES})
+        flight = FlightRecorder(folder, mesh.rank, mesh.grid)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; give another train.run_dir") from error
     mesh.recorder.flight = flight
     try:
         yield
     except RankError as error:
-        report = "\n".join(hang_report(folder, mesh.world.size))
-        error.add_note(report)
+        report = hang_report(folder, mesh.world.size)
         with suppress(OSError):  # the error is raised in any case
-            (folder / f"report-{mesh.rank}.txt").write_text(f"{error}\n{report}\n", encoding="utf-8")
+            report_file(folder, mesh.rank).write_text(f"{error}\n{report}\n", encoding="utf-8")
         raise
     finally:
         mesh.recorder.flight = None

@@ -1,6 +1,7 @@
 """``verify --mutate``: break one thing at a time on the smallest layout that has it, and show which check catches it.
 
-Each layout is first run unbroken and must pass: else what is red under a mutation says nothing.
+Each layout is first run unbroken and must pass: else what is red under a mutation says nothing. All mutations are made to
+run to the end, so one whose ranks end with an error is not caught by that: it may be the mutation's own code that fails.
 """
 
 from __future__ import annotations
@@ -100,13 +101,14 @@ BASES: Mapping[str, Base] = {
 
 @dataclass(frozen=True)
 class Caught:
-    """One mutation. ``caught_by``: the checks that are red, ``stopped`` where the ranks ended with an error."""
+    """One mutation. ``caught_by``: the checks that are red. ``error``: what ended the ranks; then nothing was checked."""
 
     name: str
     stands_for: str
     layout: str
     caught_by: list[str]
     seconds: float
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,17 @@ class Breakages:
     def passed(self) -> bool:
         return not self.unsound and bool(self.caught) and all(one.caught_by for one in self.caught)
 
+    @property
+    def stopped(self) -> list[str]:
+        """Those of which nothing is known, since the ranks ended with an error."""
+        return [one.name for one in self.caught if one.error]
+
     def to_json(self) -> dict[str, Any]:
         return {
             "passed": self.passed,
             "kinds": len(self.caught),
             "missed": [one.name for one in self.caught if not one.caught_by],
+            "stopped": self.stopped,
             "mutations": [asdict(one) for one in self.caught],
             "unsound": self.unsound,
             "skipped": self.skipped,
@@ -140,10 +148,8 @@ def base_of(mutation: Mutation) -> Base:
     return BASES.get(mutation.name, family)
 
 
-def red(answer: Verification | str) -> list[str]:
+def red(answer: Verification) -> list[str]:
     """What is not as it should be."""
-    if isinstance(answer, str):
-        return ["stopped"]
     found = [name for name, comparison in answer.comparisons.items() if not comparison.passed]
     return [*found, "ledger"] if answer.differences else found
 
@@ -178,12 +184,13 @@ def break_everything(
 
         def note(index: int, answer: Verification | str, seconds: float, chosen: Any = chosen) -> None:
             one, mutation = chosen[index]
+            wrong, error = ([], answer) if isinstance(answer, str) else (red(answer), "")
             if mutation is None:
-                if wrong := red(answer):
-                    unsound[str(one.layout)] = wrong
+                if wrong or error:
+                    unsound[str(one.layout)] = wrong or [error]
                 on_caught(len(caught), len(mutations), str(one.layout))
             else:
-                found = Caught(mutation.name, mutation.stands_for, str(one.layout), red(answer), seconds)
+                found = Caught(mutation.name, mutation.stands_for, str(one.layout), wrong, seconds, error)
                 caught[mutation.name] = found
                 on_caught(len(caught), len(mutations), found)
 

@@ -50,8 +50,12 @@ def _in_a_line(row: Row | Caught | str) -> tuple[str, str, bool]:
     if isinstance(row, Row):
         mark = "pass" if row.passed else "FAIL"
         return row.layout, f"{mark} {row.layout} {row.error or row.result.get('worst', '')}".rstrip(), not row.passed
-    caught = ", ".join(row.caught_by)
-    return row.name, f"{row.name}: {caught or 'NOT CAUGHT'}", not row.caught_by
+    caught = ", ".join(row.caught_by) or f"NOT CAUGHT {_first_line(row.error)}".rstrip()
+    return row.name, f"{row.name}: {caught}", not row.caught_by
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def matrix_table(matrix: Matrix) -> Table:
@@ -76,11 +80,13 @@ def matrix_table(matrix: Matrix) -> Table:
 
 def breakage_table(found: Breakages) -> Table:
     """A row for each mutation: what it stands for, where it was tried, which checks are red."""
-    table = Table(title=f"{len(found.caught)} kinds of defects, one at a time", title_justify="left")
+    stopped = f", {len(found.stopped)} ended by an error" if found.stopped else ""
+    table = Table(title=f"{len(found.caught)} kinds of defects, one at a time{stopped}", title_justify="left")
     for name in ("mutation", "stands for", "layout", "caught by"):
         table.add_column(name)
     for one in found.caught:
-        table.add_row(one.name, one.stands_for, one.layout, ", ".join(one.caught_by) or Text("nothing", "bold red"))
+        nothing = Text(f"nothing: {_first_line(one.error)}" if one.error else "nothing", "bold red")
+        table.add_row(one.name, one.stands_for, one.layout, ", ".join(one.caught_by) or nothing)
     for name, reason in found.skipped.items():
         table.add_row(name, "", "", Text(f"skipped: {reason}", "yellow"))
     for layout, checks in found.unsound.items():
