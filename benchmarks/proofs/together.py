@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,21 @@ SMALL = {
     "vocab_size": 320, "dim": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_positions": 64,
     "tied_head": True, "dropout": 0.1,
 }  # fmt: skip
+EXPERTS = {
+    **SMALL, "family": "deepseek_v3", "tied_head": False, "num_kv_heads": 4, "head_dim": 16, "dropout": 0.0,
+    "mla": {"q_lora_rank": 12, "kv_lora_rank": 8, "nope_head_dim": 8, "rope_head_dim": 8, "v_head_dim": 8},
+    "moe": {
+        "num_experts": 4, "top_k": 2, "expert_dim": 24, "first_dense_layers": 1, "score": "sigmoid", "bias_correction": True,
+        "num_shared_experts": 1, "aux_coefficient": 0.01,
+    },
+}  # fmt: skip
+"""Latent attention; a shared expert; routers balanced by a bias and by a loss over each sequence, as micro-batches differ."""
 
 
-def small_config(folder: Path, run: str, layout: str, **train: Any) -> RunConfig:
+def small_config(folder: Path, run: str, layout: str, model: Mapping[str, Any] = SMALL, **train: Any) -> RunConfig:
     table = {
-        "model": SMALL,
+        "model": model,
+        "router": {"balance": "sequence"},
         "data": {"sources": "synthetic:sentences", "seq_len": 32, "cache": str(folder / "datasets")},
         "optim": {"lr": 0.003},
         "train": {"steps": 100, "threads": 1, "run_dir": str(folder / run), "peak_tflops": 1.0} | train,
@@ -46,7 +57,7 @@ def second_world(env: RankEnv, data: PreparedData, cases: list[ReshardCase]) -> 
 
 
 def resharded(count: int = 24) -> Outcome:
-    """Random pairs of layouts of 1 to 8 ranks."""
+    """Random pairs of layouts of 1 to 8 ranks; every second pair is of a model with experts."""
     rng = random.Random(8)
     with tempfile.TemporaryDirectory(prefix="shardwright-proof-") as name:
         folder = Path(name)
@@ -54,8 +65,11 @@ def resharded(count: int = 24) -> Outcome:
         data = prepare_data(plain)
         cases = []
         for index in range(count):
-            layouts = [random_layout(rng, plain, rng.choice((1, 2, 4, 4, 8)), 8) for _ in range(2)]
-            cases.append(ReshardCase(*(small_config(folder, f"{index}-{turn}", str(lay)) for turn, lay in enumerate(layouts))))
+            model = EXPERTS if index % 2 else SMALL
+            alone = small_config(folder, "plain", "dp=1", model)
+            layouts = [random_layout(rng, alone, rng.choice((1, 2, 4, 4, 8)), 8) for _ in range(2)]
+            pair = [small_config(folder, f"{index}-{turn}", str(layout), model) for turn, layout in enumerate(layouts)]
+            cases.append(ReshardCase(*pair))
         firsts: dict[int, list[FirstRun]] = {}
         seconds: dict[int, list[float]] = {}
         for world in (1, 2, 4, 8):
@@ -68,7 +82,9 @@ def resharded(count: int = 24) -> Outcome:
             seconds |= dict(zip(chosen, ranks[0], strict=True))
         wrong = {str(case): found for i, case in enumerate(cases) if (found := problems(case, firsts[i], seconds[i]))}
         keep("checkpoint-layouts.json", {"pairs": [str(case) for case in cases], "wrong": wrong})
-    return Outcome(f"{count - len(wrong)} of {count} pairs" + (f"; wrong: {list(wrong.items())[:2]}" if wrong else ""), not wrong)
+        split = sum(max(case.first.layout.ep, case.second.layout.ep) > 1 for case in cases)
+    value = f"{count - len(wrong)} of {count} pairs, {count // 2} with experts, {split} of them with ep > 1"
+    return Outcome(value + (f"; wrong: {list(wrong.items())[:2]}" if wrong else ""), not wrong)
 
 
 # -- 4 -------------------------------------------------------------------------------------------------
@@ -132,7 +148,7 @@ def elastic() -> Outcome:
 
 
 CHECKS = [
-    Check("3", "save at one layout, load at another", "bit-equal, next 5 losses to 1e-5, >= 20 pairs", resharded),
+    Check("3", "save at one layout, load at another", "bit-equal, 5 losses to 1e-5, >= 20 pairs, half with experts", resharded),
     Check("4", "kills at random moments", "200, at most one interval lost, no sample twice or skipped", killed),
     Check("5", "a save in the background blocks", "<= 5 % of a step; ratios beside torch.save and DCP", beside_peers),
     Check("8", "torchrun --nnodes=1:2: a worker is killed, then an agent", "goes on with fewer ranks, losses to 1e-5", elastic),

@@ -321,7 +321,7 @@ def test_a_checkpoint_of_another_model(place: Path, short: dict[str, Any]) -> No
     check(
         place,
         [*changes, "--resume", f"used/checkpoints/{STEP}"],
-        r"does not match the model: .*; use the configuration",
+        r"was saved from another model: model\.dim is 32 instead of 64; .*; take these fields back to resume",
     )
 
 
@@ -380,7 +380,7 @@ def test_a_cache_below_a_file(place: Path, short: dict[str, Any]) -> None:
         ),
         (
             {"train__init_from": f"used/checkpoints/{STEP}", "model__dim": 32},
-            r"is another model than \[model\]; set model = ",
+            r"is another model than \[model\]; set model = .*model\.dim is 32 instead of ",
         ),
         ({"train__freeze": "['blok.']"}, r"train\.freeze='blok\.' matches no parameter; names look like blocks\.0"),
         ({"data__tokenizer": "nowhere"}, r"no tokenizer at nowhere; give a tokenizer\.json or a folder with one"),
@@ -388,6 +388,18 @@ def test_a_cache_below_a_file(place: Path, short: dict[str, Any]) -> None:
 )
 def test_a_start_that_cannot_be(place: Path, short: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     check(place, train(short, **changes), message)
+
+
+def test_a_run_that_goes_on_as_another_model(place: Path, short: dict[str, Any]) -> None:
+    """The weights have the same shapes, so only the saved config tells; no field of it is left out of the line."""
+    heads = {"model__num_heads": 2, "model__num_kv_heads": 1, "model__head_dim": 32, "model__rope_theta": 77}
+    start = train(short, train__run_dir="used", train__steps=STEPS + 2, **heads)
+    check(
+        place,
+        [*start, "--resume", "auto"],
+        rf"checkpoints/{STEP} was saved from another model: model\.num_heads is 2 instead of 4; model\.num_kv_heads is 1 "
+        r"instead of 2; model\.head_dim is 32 instead of 16; model\.rope_theta is 77\.0 instead of .*; take these fields back",
+    )
 
 
 # -- the other verbs --------------------------------------------------------------------------------------------

@@ -114,6 +114,18 @@ def test_ck_05_the_same_bits_and_losses_at_another_layout(
     assert problems(case, first, second) == [], str(case)
 
 
+def test_random_layouts_use_every_axis_and_switch_that_leaves_training_as_it_is(tmp_path: Path) -> None:
+    """What the pairs of the proof are drawn from; the same for a dense model, but for experts."""
+    rng = random.Random(1)
+    for model in (EXPERTS, MODEL):
+        config = run_config(tmp_path, "drawn", model, "dp=1")
+        layouts = [random_layout(rng, config, 8, 8) for _ in range(60)]
+        assert {layout.offload for layout in layouts} == {"none", "optimizer", "params"}
+        assert {layout.cp_kind for layout in layouts if layout.cp > 1} == {"ring", "allgather", "ulysses"}
+        assert {layout.ep for layout in layouts} == ({1, 2, 4} if model is EXPERTS else {1})
+        assert {(layout.moe, layout.delayed_update) for layout in layouts} == {("dropless", False)}
+
+
 def test_a_checkpoint_is_a_model_folder_of_several_files(
     results: dict[str, tuple[ReshardCase, list[FirstRun], list[float]]],
 ) -> None:

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ from shardwright.checkpoint.io import CheckpointState, load_checkpoint
 from shardwright.checkpoint.manifest import latest_checkpoint, named_steps
 from shardwright.checkpoint.remote import RemoteStore
 from shardwright.comm.mesh import Mesh
+from shardwright.core.layout import Layout
 from shardwright.core.run_config import RunConfig
 from shardwright.core.specs import parameter_specs
 from shardwright.errors import CheckpointError, ConfigError, RankError
-from shardwright.launch import RankEnv, run_local_ranks
+from shardwright.launch import RankEnv, init_process_group, run_local_ranks
 from shardwright.parallel.hooks import AllReduce
+from shardwright.train.checkpoints import RunCheckpoints
 from shardwright.train.data import TrainSampler
 from shardwright.train.loop import RunOptions, check_same_config, open_split, prepare_run, run_rank
 from shardwright.train.metrics import read_metrics
@@ -49,14 +51,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_config(folder: Path, run: str, layout: str = LAYOUT, **changes: Any) -> RunConfig:
+EXPERTS: dict[str, Any] = {
+    "family": "mixtral",
+    "moe": {"num_experts": 4, "top_k": 2, "expert_dim": 48, "aux_coefficient": 0.01},
+}
+"""What makes a model with experts of `make_config`'s."""
+
+
+def make_config(
+    folder: Path, run: str, layout: str = LAYOUT, model: Mapping[str, Any] | None = None, **changes: Any
+) -> RunConfig:
     table: dict[str, Any] = {
         "model": {
             "vocab_size": 320, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48,
-            "max_positions": 64, "dropout": 0.1,
+            "max_positions": 64, "dropout": 0.1, **(model or {}),
         },
         "data": {"sources": str(folder / "documents.jsonl"), "seq_len": 32, "cache": str(folder / "datasets")},
         "optim": {"lr": 0.01, "warmup_steps": 3},
+        "router": {"balance": "sequence"},
         "train": {"steps": STEPS, "threads": 1, "run_dir": str(folder / run), "peak_tflops": 1.0} | changes,
     }  # fmt: skip
     return RunConfig.of(table, (), layout)
@@ -160,14 +172,16 @@ def halved(folder: Path) -> RunConfig:
     return config
 
 
-def copied(config: RunConfig, folder: Path, run_name: str, layout: str = LAYOUT) -> RunConfig:
+def copied(
+    config: RunConfig, folder: Path, run_name: str, layout: str = LAYOUT, model: Mapping[str, Any] | None = None
+) -> RunConfig:
     """Another run folder with the checkpoints and metrics of ``config``'s."""
     source, target = Path(config.train.run_dir), folder / run_name
     for path in sorted(source.rglob("*")):
         if path.is_file() and "tensorboard" not in path.parts:
             (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
             (target / path.relative_to(source)).write_bytes(path.read_bytes())
-    return make_config(folder, run_name, layout)
+    return make_config(folder, run_name, layout, model)
 
 
 def test_a_resumed_run_continues_bit_for_bit_in_its_second_epoch(
@@ -215,6 +229,84 @@ def test_lh_02_ranks_end_together_though_windows_do_not_divide_among_them(folder
     summaries = run(config)
     assert [summary["steps"] for summary in summaries] == [STEPS] * 4 and len(losses(config)) == STEPS
     assert {summary["valid_loss"] for summary in summaries} == {summaries[0]["valid_loss"]} != {None}
+
+
+STOPPED_LAYOUTS = {
+    "dp and pp": "dp=2,pp=2,microbatches=2,micro_batch=2",
+    "dp and tp": "dp=2,tp=2,microbatches=2,micro_batch=2",
+    "experts over dp": "dp=2,ep=2,microbatches=2,micro_batch=2",
+}
+
+
+@pytest.fixture(scope="module", params=STOPPED_LAYOUTS)
+def stopped(request: pytest.FixtureRequest, folder: Path) -> tuple[RunConfig, RunConfig]:
+    """A run of ten steps at a layout, and the same run stopped after five."""
+    layout, label = STOPPED_LAYOUTS[request.param], request.param.replace(" ", "-")
+    model = EXPERTS if "experts" in label else None
+    whole, halved = (make_config(folder, f"{label}-{name}", layout, model) for name in ("whole", "halved"))
+    run(whole)
+    run(halved, plan=Plan(prepare=stop_in_step, arguments=(4, 1)))
+    assert checkpoints(halved) == [5]
+    return whole, halved
+
+
+def test_ck_09_ck_14_ck_19_resumed_at_the_same_layout_bit_for_bit(
+    stopped: tuple[RunConfig, RunConfig], folder: Path
+) -> None:
+    """With dropout 0.1 and warm-up 3: state, schedule, samples and each rank's own dropout masks go on, experts of all ranks."""
+    whole, halved = stopped
+    model = EXPERTS if halved.model.is_moe else None
+    config = copied(halved, folder, f"{Path(halved.train.run_dir).name}-resumed", str(halved.layout), model)
+    run(config, resume="auto")
+    assert losses(config) == losses(whole)
+    assert_same_state(load(config), load(whole))
+
+
+def held_experts(env: RankEnv, config: RunConfig, path: Path | None) -> dict[str, list[float]]:
+    """The first value of each expert that this rank holds, after loading ``path``; without it, filled with their numbers and
+    saved."""
+    if env.world_size > 1:
+        init_process_group(env)
+    mesh = Mesh.distributed(config.layout, env.rank) if env.world_size > 1 else Mesh.solo()
+    mesh.layout = config.layout
+    trainer = Trainer(config, mesh)
+    with RunCheckpoints(config, trainer, None, env.note) as saved:
+        if path is None:
+
+            def fill(name: str, view: torch.Tensor) -> None:
+                for place, expert in enumerate(view if ".experts." in name else ()):
+                    expert.fill_(mesh.ep.rank * len(view) + place)
+
+            trainer.fill_parameters(fill)
+            saved.save(1, 4, last=True)
+        else:
+            saved.restore(str(path))
+    return {name: tensor.flatten(1)[:, 0].tolist() for name, tensor in trainer.named_parameters().items() if ".experts." in name}
+
+
+def test_ck_19_every_expert_is_in_the_file_and_comes_back_at_any_ep(folder: Path) -> None:
+    """Four experts on two ranks, expert i filled with i: local numbers never stand for global ones."""
+    config = make_config(folder, "filled", "dp=2,ep=2,micro_batch=2", EXPERTS)
+    run_local_ranks(held_experts, 2, (config, None), threads_per_rank=1, preload=preload())
+    path = Path(config.train.run_dir) / "checkpoints" / "step-1"
+    weights = load(config, 1).weights
+    stacks = [name for name in weights if ".experts." in name]
+    assert len(stacks) == 4
+    for name in stacks:
+        assert [sorted(set(expert.flatten().tolist())) for expert in weights[name]] == [[0.0], [1.0], [2.0], [3.0]]
+    for layout, held in (("dp=2,ep=2,micro_batch=2", [[0.0, 1.0], [2.0, 3.0]]), ("dp=1,micro_batch=4", [[0.0, 1.0, 2.0, 3.0]])):
+        again = config.model_copy(update={"layout": Layout.parse(layout)})
+        ranks = run_local_ranks(held_experts, len(held), (again, path), threads_per_rank=1, preload=preload())
+        assert ranks == [dict.fromkeys(stacks, numbers) for numbers in held]
+
+
+@pytest.mark.parametrize("stopped", ["experts over dp"], indirect=True)
+def test_ck_19_a_run_with_experts_goes_on_without_ep(stopped: tuple[RunConfig, RunConfig], folder: Path) -> None:
+    whole, halved = stopped
+    name = f"{Path(halved.train.run_dir).name}-without-ep"
+    config = copied(halved, folder, name, "dp=2,microbatches=2,micro_batch=2", EXPERTS)
+    run(config, resume="auto")
+    assert losses(config) == pytest.approx(losses(whole), rel=1e-5)
 
 
 # ------------------------------------------------------------------------------------------ a rank is lost

@@ -323,6 +323,26 @@ def test_derived_fields_and_value_semantics() -> None:
         derived.dim = 64  # type: ignore[misc]
 
 
+def test_what_makes_it_another_model_than_the_one_trained() -> None:
+    trained = small("mixtral", moe=MOE, rope_scaling={"kind": "linear", "factor": 2.0})
+    free = {"name": "x", "dropout": 0.3, "init_std": 0.5, "eos_id": 3, "max_positions": 128}
+    assert trained.moe is not None
+    free["moe"] = trained.moe.model_copy(update={"aux_coefficient": 0.7})
+    assert trained.model_copy(update=free).changes_from(trained) == []
+    other = small("mixtral", moe={**MOE, "top_k": 1}, num_kv_heads=1, max_positions=8, norm_eps=0.5)
+    changes = other.changes_from(trained)
+    assert changes[:4] == [
+        "model.num_kv_heads is 1 instead of 2",
+        "model.max_positions is 8 instead of 64",
+        "model.norm_eps is 0.5 instead of 1e-05",
+        "model.moe.top_k is 1 instead of 2",
+    ]
+    assert {"model.rope_scaling.kind is None instead of linear", "model.rope_scaling.factor is None instead of 2.0"} < {*changes}
+    learned = of_family("gpt2")
+    longer = learned.model_copy(update={"max_positions": 128})
+    assert longer.changes_from(learned) == ["model.max_positions is 128 instead of 64"]
+
+
 def test_load_from_mapping_preset_and_bad_paths(tmp_path: Path) -> None:
     assert ModelConfig.load("tiny") == preset("tiny")
     assert ModelConfig.load(SMALL) == small()

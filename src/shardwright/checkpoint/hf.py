@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -289,6 +289,36 @@ def from_hf_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[
 
 def _from_hf(config: ModelConfig, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     specs, names = parameter_specs(config), hf_names(config)
+    found = _by_full_names(config, tensors, names, source)
+    expected = {tensor.name: tensor.shape(specs) for tensor in names}
+    check_shapes(source, expected, shapes(found), "check that config.json belongs to these weights")
+    whole = sorted(name for name, tensor in found.items() if not tensor.is_floating_point())
+    if whole:
+        raise CheckpointError(f"{source} holds {_some(whole)} as integers; give weights that are not quantised")
+    weights: dict[str, Tensor] = {}
+    for tensor in names:
+        tensor.split(found[tensor.name], specs, weights)
+    return {name: weights[name] for name in specs}
+
+
+def state_from_hf(config: ModelConfig, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """`from_hf_tensors` of one kind of optimizer state: a parameter that is not trained may have none."""
+    specs, names = parameter_specs(config), hf_names(config)
+    found = _by_full_names(config, tensors, names, source)
+    parts = {part for tensor in names if tensor.name in found for part in tensor.parts}
+    given = [tensor for tensor in names if not parts.isdisjoint(tensor.parts)]  # of a stack of experts all or none
+    expected = {tensor.name: tensor.shape(specs) for tensor in given}
+    check_shapes(source, expected, shapes(found), "give the state of this model under the names of its weights")
+    state: dict[str, Tensor] = {}
+    for tensor in given:
+        tensor.split(found[tensor.name], specs, state)
+    return {name: state[name] for name in specs if name in state}
+
+
+def _by_full_names(
+    config: ModelConfig, tensors: Mapping[str, Tensor], names: Sequence[HFTensor], source: str
+) -> dict[str, Tensor]:
+    """What there is of the model, without known buffers, further heads and the second name of a tied weight."""
     found = {
         _full_name(config, name): tensor
         for name, tensor in tensors.items()
@@ -301,15 +331,7 @@ def _from_hf(config: ModelConfig, tensors: Mapping[str, Tensor], source: str) ->
                 f"{source} holds an lm_head.weight that differs from {embedding}, but config.json says that they are "
                 "tied; set tie_word_embeddings to false there"
             )
-    expected = {tensor.name: tensor.shape(specs) for tensor in names}
-    check_shapes(source, expected, shapes(found), "check that config.json belongs to these weights")
-    whole = sorted(name for name, tensor in found.items() if not tensor.is_floating_point())
-    if whole:
-        raise CheckpointError(f"{source} holds {_some(whole)} as integers; give weights that are not quantised")
-    weights: dict[str, Tensor] = {}
-    for tensor in names:
-        tensor.split(found[tensor.name], specs, weights)
-    return {name: weights[name] for name in specs}
+    return found
 
 
 def _is_further_head(config: ModelConfig, name: str) -> bool:

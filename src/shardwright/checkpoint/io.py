@@ -67,11 +67,17 @@ def whole(tensors: Mapping[str, Tensor]) -> Group:
 
 
 def load_checkpoint(
-    path: Path | str, specs: Mapping[str, Spec], *, need_optimizer: bool = True, check: bool = True
+    path: Path | str,
+    specs: Mapping[str, Spec],
+    *,
+    model: ModelConfig | None = None,
+    need_optimizer: bool = True,
+    check: bool = True,
 ) -> CheckpointState:
     """Read a checkpoint for the model of ``specs``, every byte checked against the manifest (unless ``check`` is false).
 
-    Strict: names and shapes that do not match are listed. Without ``need_optimizer`` the optimizer's state is neither
+    Strict: names and shapes that do not match are listed, and with ``model`` every field in which the saved model is another,
+    as shapes do not tell all (heads, rotary base, ...). Without ``need_optimizer`` the optimizer's state is neither
     needed nor read. The tensors are mapped from the files: what is not used is not read. Raises `CheckpointError` that
     names the file at fault.
     """
@@ -82,6 +88,11 @@ def load_checkpoint(
         check_hashes(path, skip=() if need_optimizer else (STATE,))
     run = read_run(path)
     expected = {name: spec.shape for name, spec in specs.items()}
+    if model is not None and (changes := model.changes_from(hf.read_config(path))):
+        raise CheckpointError(
+            f"{path} was saved from another model: {'; '.join(changes)}; take these fields back to resume, or give "
+            "a new run folder"
+        )
     _, weights = hf.load_hf(path)
     hf.check_shapes(str(path), expected, hf.shapes(weights), "use the configuration that the checkpoint was made with")
     optimizer: dict[str, dict[str, Tensor]] = {}

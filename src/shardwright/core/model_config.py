@@ -144,6 +144,12 @@ class MLAConfig(_Shape):
     v_head_dim: Size
 
 
+_FREE = frozenset(
+    {"name", "family", "dropout", "init_std", "bos_id", "eos_id", "extra_eos_ids", "max_positions", "moe.aux_coefficient"}
+)
+"""Fields that say nothing about what trained weights compute; `max_positions` only of rotary positions, and only upwards."""
+
+
 class _Weights(NamedTuple):
     """Parameters of one part: those in matrix products, and the rest (biases, norms, tables)."""
 
@@ -284,6 +290,19 @@ class ModelConfig(_Shape):
         if self.sliding_layers is not None and layer not in self.sliding_layers:
             return None
         return self.sliding_window
+
+    def changes_from(self, trained: ModelConfig) -> list[str]:
+        """What makes this another model than ``trained``, so that its weights would compute something else: each field
+        with both values. Names, dropout, initial values and balancing may change, and rotary positions may become more."""
+        mine, theirs = _fields(self.model_dump()), _fields(trained.model_dump())
+        free = _FREE
+        if self.position == "learned" or self.max_positions < trained.max_positions:
+            free = _FREE - {"max_positions"}
+        return [
+            f"model.{field} is {mine.get(field)} instead of {theirs.get(field)}"
+            for field in (mine | theirs)
+            if field not in free and mine.get(field) != theirs.get(field)
+        ]
 
     # -- parameters --------------------------------------------------------------------------------
 
@@ -430,6 +449,14 @@ class ModelConfig(_Shape):
         file = path / "config.json" if path.is_dir() else path
         name = file.resolve().parent.name if file.name == "config.json" else file.stem
         return cls.from_hf(_read_json(file)).model_copy(update={"name": name})
+
+
+def _fields(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Fields by their names; those of a part of the model behind its name and a dot."""
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        flat |= _fields(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
 
 
 def _read_json(path: Path) -> dict[str, Any]:

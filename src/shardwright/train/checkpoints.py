@@ -135,7 +135,7 @@ class RunCheckpoints:
                 self._load_weights(Path(self.config.train.init_from))
             return None
         specs, mesh = self.trainer.model.specs, self.mesh
-        state = load_checkpoint(path, specs, check=False)
+        state = load_checkpoint(path, specs, model=self.config.model, check=False)
         self._compare(state)
         self._copy_weights(state.weights)
         held = self.trainer.parameters.keys()
@@ -209,9 +209,10 @@ class RunCheckpoints:
         from shardwright.checkpoint.hf import load_hf  # only a run that starts from weights needs it
 
         found, weights = load_hf(folder)
-        if found.model_copy(update={"name": self.config.model.name}) != self.config.model:
+        if changes := self.config.model.changes_from(found):
             raise ConfigError(
-                f"train.init_from={folder} is another model than [model]; set model = {str(folder)!r} to take its shapes"
+                f"train.init_from={folder} is another model than [model]; set model = {str(folder)!r} to take its shapes "
+                f"({'; '.join(changes)})"
             )
         self._copy_weights(weights)
 

@@ -12,6 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,10 @@ class FirstRun:
 
 
 def random_layout(rng: random.Random, config: RunConfig, world: int, global_batch: int) -> Layout:
-    """A layout of ``world`` ranks that can train the model of ``config`` with ``global_batch`` sequences a step."""
+    """A layout of ``world`` ranks that can train the model of ``config`` with ``global_batch`` sequences a step.
+
+    Of what makes training another one, a capacity of experts and delayed updates, it has nothing.
+    """
     while True:
         tp, pp, cp = rng.choice((1, 2, 4)), rng.choice((1, 2, 4)), rng.choice((1, 1, 2))
         dp, rest = divmod(world, tp * pp * cp)
@@ -71,14 +75,23 @@ def random_layout(rng: random.Random, config: RunConfig, world: int, global_batc
             continue
         share = global_batch // dp
         microbatches = rng.choice([count for count in range(1, share + 1) if share % count == 0])
-        values = {
+        zero = rng.randrange(4)
+        values: dict[str, Any] = {
             "tp": tp, "pp": pp, "cp": cp, "dp": dp, "microbatches": microbatches, "micro_batch": share // microbatches,
-            "zero": rng.randrange(4), "schedule": rng.choice(SCHEDULES), "virtual": rng.choice((1, 2)),
+            "zero": zero, "schedule": rng.choice(SCHEDULES), "virtual": rng.choice((1, 2)),
             "dp_replicate": rng.choice((1, 2)), "bucket_mb": rng.choice((0.01, 25.0)),
             "sp": rng.choice(("auto", "off")), "precision": config.layout.precision,
+            "offload": rng.choice(("none", "none", "optimizer", "params" if zero == 3 else "optimizer")),
+            "offload_fraction": rng.choice((0.5, 1.0)),
         }  # fmt: skip
         values |= {name: rng.choice(CHOICES[name]) for name in ("zero1_reduce", "accumulate", "reshard", "order")}
         values["recompute"] = "-".join(rng.choice(RECOMPUTE) for _ in range(rng.choice((1, pp))))
+        if cp > 1:
+            values["cp_kind"] = rng.choice(CHOICES["cp_kind"])
+        if config.model.moe is not None:
+            values["ep"] = rng.choice([ep for ep in (1, 2, 4) if tp * cp * dp % ep == 0])
+        if values.get("ep", 1) > 1:
+            values |= {name: rng.choice((False, True)) for name in ("ep_overlap", "ep_deduplicate")}
         try:
             layout = Layout.of(values).without_idle()
             layout.check_model(config.model)
