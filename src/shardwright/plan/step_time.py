@@ -260,7 +260,19 @@ class Pricer:
 
     def quick(self, layout: Layout) -> float:
         """Seconds of a step by the closed form of the pipeline: for comparing many layouts."""
-        return self._price(layout, exact=False)[0].seconds
+        return self.quick_step(layout).seconds
+
+    def quick_step(self, layout: Layout) -> StepTime:
+        """A step by the closed form of the pipeline, with its parts."""
+        return self._price(layout, exact=False)[0]
+
+    def least_seconds(self, layout: Layout) -> float:
+        """What no step of ``layout`` is faster than, however its state is sharded: the slowest rank's own work."""
+        shape = Shape.of(layout, self.seq)
+        traffic = Traffic(self.model, layout, shape, self.network, self.stack)
+        times = self._times(layout, self._stages(layout, traffic, shape)[0], traffic)
+        work = max(sum(times.of_rank(stages_of_rank(layout, rank))) for rank in range(layout.pp))
+        return layout.microbatches * work + self.stack.step_seconds
 
     def seconds(self, layout: Layout) -> float:
         """Seconds of a step by the schedule's rows, without the rest of the account."""
