@@ -82,12 +82,15 @@ def search(
     precision: str = "bf16",
     top: int = 5,
     stack: Stack | None = None,
+    frozen: Sequence[str] = (),
+    moments: int = 2,
 ) -> Plan:
     """The best layout on all GPUs of ``cluster`` with the ``top`` candidates; the smallest layout when none fits.
 
-    ``global_batch`` is in sequences of ``seq`` tokens. Raises :class:`ConfigError` when no layout is legal at all.
+    ``global_batch`` is in sequences of ``seq`` tokens; ``frozen`` and ``moments`` as `Pricer` has them. Raises
+    :class:`ConfigError` when no layout is legal at all.
     """
-    pricer = Pricer(model, cluster, seq, stack)
+    pricer = Pricer(model, cluster, seq, stack, frozen=frozen, moments=moments)
     batch = default_global_batch(cluster, seq) if global_batch is None else global_batch
     if batch < 1 or top < 1:
         raise ConfigError(f"global batch {batch} and top {top} must be at least 1")
