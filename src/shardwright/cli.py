@@ -222,9 +222,14 @@ def convert(
 
 @app.command("plan", epilog="Example: shardwright plan llama-3.1-70b --cluster h100-80gb:8x8 --seq 8192 --global-batch 512")
 def plan_(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Preset, Hugging Face file or folder, TOML with [model].")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Preset, Hugging Face file or folder, TOML with [model], or a run file.")
+    ],
     cluster: Annotated[str, typer.Option(help="CHIP:NODESxGPUS (h100-80gb:8x8) or a cluster file (TOML).")],
-    layout: LayoutText = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="Layout to price, for instance tp=8,dp=4; a run file's is the default, 'search' looks for the best."),
+    ] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of one step over all ranks.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Candidates to show.")] = 5,

@@ -245,7 +245,7 @@ def test_windows_and_compiled_blocks_are_refused() -> None:
 
     check_supported(config("cp=2,cp_kind=ulysses", [], sliding_window=8))
     check_supported(config("cp=2", [], sliding_window=32))
-    with pytest.raises(LayoutError, match=r"window of 8 tokens is shorter than data.seq_len=32; use cp_kind=ulysses"):
+    with pytest.raises(LayoutError, match=r"window of 8 tokens is shorter than the sequence of 32; use cp_kind=ulysses"):
         check_supported(config("cp=2", [], sliding_window=8))
     with pytest.raises(LayoutError, match=r"train.compile=true with cp=2"):
         check_supported(config("cp=2", ["train.compile=true"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,59 @@ def test_PL_03_frozen_parameters_have_no_optimizer_state() -> None:
     assert stage.memory.optimizer == trained * (2 * 4 + 4)  # two fp32 moments and a master copy
     assert stage.memory.gradients == trained * 4
     assert stage.memory.parameters == 2 * model(vocab_size=100).num_parameters()
+
+
+RUN = """layout = "precision=bf16"
+[model]
+{shapes}
+[data]
+sources = "synthetic:sentences"
+seq_len = 16
+[train]
+freeze = {freeze}
+[optim]
+name = "{optimizer}"
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("freeze", [["embedding", "blocks", "head.weight"], ["blocks.0.attention", "head"], ["blocks.1"], []])
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "pp=2,microbatches=2"])
+def test_PL_03_the_plan_of_a_run_file_is_the_run(tmp_path: Path, freeze: list[str], layout: str, optimizer: str) -> None:
+    """Sequence length, frozen parameters and optimizer of the file, byte for byte the state that the dry run holds."""
+    shapes = SMALL | {"vocab_size": 100, "num_layers": 2}
+    lines = "\n".join(f"{key} = {value}" for key, value in shapes.items())
+    file = tmp_path / "run.toml"
+    file.write_text(RUN.format(shapes=lines, freeze=freeze, optimizer=optimizer))
+    made = make_plan(str(file), "a100-80gb:1x8", layout, None, None, 1)
+    assert made.plan.seq == 16
+    for planned in made.plan.memory:
+        run = RunConfig.load(file, (), layout)
+        real = dry_stage(run, run.layout.grid.rank({"pp": planned.stage}), planned.stage).memory
+        assert (planned.parameters, planned.gradients, planned.optimizer) == pytest.approx(
+            (real.parameters, real.gradients, real.optimizer), abs=64  # shards are padded to equal size
+        )
+
+
+def test_PL_03_a_run_file_gives_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    lines = "\n".join(f"{key} = {value}" for key, value in (SMALL | {"vocab_size": 100}).items())
+    text = RUN.format(shapes=lines, freeze=["embedding"], optimizer="adamw")
+    file.write_text(text.replace("precision=bf16", "tp=2,microbatches=4"))
+    whole, changed, longer = (
+        make_plan(str(file), "a100-80gb:1x2", *options, 1).plan
+        for options in ((None, None, None), ("tp=1,dp=2", None, 16), (None, 32, None))
+    )
+    assert (whole.layout.tp, whole.layout.precision, whole.layout.microbatches) == (2, "fp32", 4)
+    assert (changed.layout.tp, changed.layout.microbatches) == (1, 8)
+    assert longer.seq == 32
+    assert any("embedding" in line and "sequences of 16" in line for line in whole.assumptions)
+    found = make_plan(str(file), "a100-80gb:1x2", "search", None, None, 1).plan
+    assert found.candidates
+    assert found.layout.global_batch == 4
+    file.write_text(file.read_text().replace("embedding", "nothing"))
+    with pytest.raises(ShardwrightError, match="matches no parameter"):
+        make_plan(str(file), "a100-80gb:1x2", None, None, None, 1)
 
 
 def test_PL_04_vocabulary_tables_are_reduced_one_at_a_time() -> None:

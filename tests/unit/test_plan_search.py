@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwright import cli
 from shardwright.core.cluster import Cluster
 from shardwright.core.layout import Layout
+from shardwright.core.model_config import ModelConfig
 from shardwright.core.plan import GIB
 from shardwright.core.presets import preset
 from shardwright.errors import ConfigError, LayoutError
@@ -48,6 +51,43 @@ def test_the_search_is_near_the_exhaustive_best() -> None:
     model, cluster = preset("llama-3.1-8b"), Cluster.parse("h100-80gb:2x2")
     best = exhaustive(Pricer(model, cluster, 4096), 8)
     assert search(model, cluster, 4096, 8).step.seconds <= 1.02 * best.step.seconds
+
+
+def test_other_schedules_are_tried() -> None:
+    """A pipeline with few micro-batches: zero-bubble stages beat the best of 1F1B by far, and the search says so."""
+    model, cluster = preset("llama-3.1-405b"), Cluster.parse("h100-80gb:32x8")
+    plan = search(model, cluster, 8192, 64)
+    assert plan.fits
+    assert plan.layout.schedule == "zb_v"
+    least = Layout.parse("tp=8,cp=2,dp=2,pp=8,zero=1,microbatches=32,reduce_dtype=bf16,precision=bf16")
+    pricer = Pricer(model, cluster, 8192)
+    for schedule, worse in (("zb_v", 1.0), ("1f1b", 1.15)):
+        assert plan.step.seconds * worse <= pricer.seconds(least.with_(schedule=schedule))
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch"),
+    [({"num_layers": 6, "num_kv_heads": 1, "num_heads": 5, "head_dim": 128}, 4), ({"num_layers": 9, "vocab_size": 1024}, 6)],
+)
+def test_the_exhaustive_list_is_its_own(changes: dict[str, Any], batch: int) -> None:
+    """Within 2 % of every schedule, switch and sharding where a pipeline is what fits."""
+    model = ModelConfig(**{**preset("llama-3.1-70b").model_dump(exclude_unset=True), **changes, "name": "few layers"})
+    cluster = Cluster.parse("h100-80gb:2x2")
+    links = tuple(replace(level, bandwidth=level.bandwidth / 40) for level in cluster.levels)
+    cluster = replace(cluster, levels=links)
+    best = exhaustive(Pricer(model, cluster, 4096), batch)
+    assert best.layout.pp > 1
+    assert best.layout.schedule not in ("1f1b", "interleaved")
+    assert search(model, cluster, 4096, batch).step.seconds <= 1.02 * best.step.seconds
+
+
+def test_only_what_training_takes_is_answered() -> None:
+    """A ring over cp has no sliding windows, so a long sequence of such a model is cut over other axes."""
+    windows = ModelConfig(**{**preset("llama-3.1-8b").model_dump(exclude_unset=True), "sliding_window": 4096})
+    cluster = Cluster.parse("h100-80gb:1x8")
+    assert all(c.layout is None or c.layout.cp == 1 for c in search(windows, cluster, 32768, 8, top=50).candidates)
+    with pytest.raises(LayoutError, match="no sliding windows"):
+        price_with_neighbours(Pricer(windows, cluster, 32768), Layout.parse("cp=8"))
 
 
 def test_near_misses_say_what_would_make_them_fit() -> None:

@@ -333,6 +333,51 @@ class Layout:
         if model.moe is not None and self.tp > 1 and not self.sequence_parallel:
             raise LayoutError("experts with tp > 1 need sequence parallelism; leave sp out or set sp=on")
 
+    def check_training(self, model: ModelConfig, seq_len: int) -> None:
+        """Refuse what no run can do with sequences of ``seq_len`` tokens, whatever else it is told: what a plan refuses too."""
+        if self.dp_replicate > 1 and not self.zero:
+            raise LayoutError(
+                f"dp_replicate={self.dp_replicate} makes replicas of shards, and with zero=0 nothing is sharded; "
+                "set zero=1 or more, or leave dp_replicate out"
+            )
+        if self.accumulate == "reduce" and self.zero < 2:
+            raise LayoutError(
+                f"accumulate=reduce saves memory only where gradients are sharded, and with zero={self.zero} they are not; "
+                "set zero=2, or leave accumulate out"
+            )
+        if self.capacity is not None and model.moe is None:
+            raise LayoutError(f"moe={self.moe} needs a model with experts; {model.name} has none: leave moe out")
+        self._check_offload()
+        self._check_windows(model, seq_len)
+        self.check_switches()
+
+    def _check_offload(self) -> None:
+        if self.offload == "params" and self.zero != 3:
+            raise LayoutError(
+                f"offload=params with zero={self.zero}: only ZeRO-3 brings a unit's parameters in and frees them after their "
+                "use; set zero=3, or use offload=optimizer"
+            )
+        if self.delayed_update and self.offload != "optimizer":
+            raise LayoutError(
+                f"delayed_update=on with offload={self.offload}: an update that runs beside the step needs masters that the "
+                "step does not read; set offload=optimizer, or leave delayed_update out"
+            )
+        if self.delayed_update and self.offload_fraction < 1:
+            raise LayoutError(
+                f"delayed_update=on with offload_fraction={self.offload_fraction}: only what is in host memory can be updated "
+                "beside the step; leave offload_fraction out, or delayed_update"
+            )
+
+    def _check_windows(self, model: ModelConfig, seq_len: int) -> None:
+        """A ring's rectangles are whole or causal; a window shorter than the sequence would cut them otherwise."""
+        windows = {model.layer_window(layer) for layer in range(model.num_layers)}
+        short = min((window for window in windows if window is not None and window < seq_len), default=None)
+        if self.cp > 1 and self.cp_kind != "ulysses" and short is not None:
+            raise LayoutError(
+                f"cp_kind={self.cp_kind} has no sliding windows, and the model's window of {short} tokens is shorter than "
+                f"the sequence of {seq_len}; use cp_kind=ulysses"
+            )
+
     def _check_heads(self, heads: int, kv_heads: int) -> None:
         """Ulysses cuts the heads that a rank of tp has once more."""
         if heads % self.cp:

@@ -11,14 +11,14 @@ stage as (edp, ep): their tokens come from all of ``ep``, so they are summed ove
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from shardwright.core.buckets import Member
 from shardwright.core.layout import Layout
 from shardwright.core.model_config import MLAConfig, ModelConfig, MoEConfig
-from shardwright.errors import LayoutError, ModelConfigError
+from shardwright.errors import ConfigError, LayoutError, ModelConfigError
 
 RULES: Mapping[str, str | None] = {
     "vocab": "tp",
@@ -293,6 +293,16 @@ def held_specs(config: ModelConfig, units: Sequence[str]) -> dict[str, Spec]:
     return {
         name: spec for name, spec in specs.items() if spec.unit in units or (tied_head and name == TIED)
     }
+
+
+def check_frozen(patterns: Sequence[str], names: Iterable[str]) -> None:
+    """Refuse a prefix of ``train.freeze`` that no parameter's name begins with."""
+    known = tuple(names)
+    for pattern in patterns:
+        if not any(name.startswith(pattern) for name in known):
+            raise ConfigError(
+                f"train.freeze={pattern!r} matches no parameter; names look like blocks.0.attention.q.weight"
+            )
 
 
 def bucket_members(

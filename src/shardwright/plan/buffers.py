@@ -23,7 +23,8 @@ IN_FLIGHT = 2
 class Part:
     """One parameter of one unit. Those with the same ``group`` may be reduced together, over the same ``shards`` ranks.
 
-    ``tied``: used by the last unit too. ``at_once``: its gradient is written in B although others wait for W.
+    ``tied``: used by the last unit too. ``at_once``: its gradient is written in B although others wait for W. ``frozen``: it
+    is not trained, so it has no gradient.
     """
 
     group: Hashable
@@ -31,6 +32,7 @@ class Part:
     tied: bool = False
     shards: int = 1
     at_once: bool = False
+    frozen: bool = False
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Held:
     size: int = 0
     places: set[int] = field(default_factory=set)
     at_once: set[int] = field(default_factory=set)
+    frozen: bool = False
 
     @property
     def shard(self) -> int:
@@ -64,9 +67,10 @@ def by_unit(units: Sequence[Iterable[Part]]) -> list[Held]:
     """What is gathered as one in stage 3, in the order in which backward is done with it."""
     found: list[Held] = []
     for place in reversed(range(len(units))):
-        alike: dict[tuple[Hashable, bool], Held] = {}
+        alike: dict[tuple[Hashable, bool, bool], Held] = {}
         for part in units[place]:
-            alike.setdefault((part.group, part.tied), Held(part.shards)).add(part, place, len(units) - 1)
+            held = alike.setdefault((part.group, part.tied, part.frozen), Held(part.shards, frozen=part.frozen))
+            held.add(part, place, len(units) - 1)
         found += alike.values()
     return found
 
@@ -77,6 +81,8 @@ def by_size(units: Sequence[Iterable[Part]], limit: int) -> list[Held]:
     closed: list[Held] = []
     for place in reversed(range(len(units))):
         for part in units[place]:
+            if part.frozen:
+                continue
             held = open_buckets.get(part.group)
             if held is not None and held.size + part.size > limit:
                 closed.append(open_buckets.pop(part.group))
@@ -124,7 +130,7 @@ class Walk:
                 self._of_place[place].append(index)
         self._early = [[i for i in found if place in held[i].at_once] for place, found in enumerate(self._of_place)]
         self._param_bytes = [param * group.padded for group in held]
-        self._grad_bytes = [grad * group.padded for group in held]
+        self._grad_bytes = [0.0 if group.frozen else grad * group.padded for group in held]
 
     def peaks(self, row: Sequence[Action]) -> Peaks:
         """Walk ``row`` from its first F to its last W."""
@@ -215,7 +221,7 @@ class Walk:
         for index in self._of_place[place]:
             self._written[index][place] += 1
         for index in self._of_place[place]:
-            while self._launched[index] < min(self._times, min(self._written[index].values())):
+            while not self.held[index].frozen and self._launched[index] < min(self._times, min(self._written[index].values())):
                 self._launch(index)
 
     def _launch(self, index: int) -> None:

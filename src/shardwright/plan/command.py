@@ -6,11 +6,13 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.layout import Layout, layout_values
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.plan import Plan
+from shardwright.core.run_config import RunConfig
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.plan.compute import OPERAND_BYTES
 from shardwright.plan.explain import assumptions, dropped_terms
@@ -20,6 +22,8 @@ from shardwright.plan.serving import Load, ServingPricer
 from shardwright.plan.stack import Fit, default_stack, fit_of, serving_stack
 from shardwright.plan.step_time import Pricer
 
+SEARCH = "search"
+"""In place of a layout: look for the best one."""
 DEFAULT_SEQ = 8192
 """Tokens of a sequence where none is given and the model's positions reach so far."""
 
@@ -32,11 +36,30 @@ class Planned:
     pricer: Pricer
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a model's text says: the model, and where it is a run file what else of the run a plan depends on."""
+
+    model: ModelConfig
+    source: str = ""
+    """The run file, where the rest is from one."""
+    seq: int | None = None
+    layout: str | None = None
+    frozen: tuple[str, ...] = ()
+    optimizer: str = "adamw"
+    loss_chunk: int = 0
+
+
 def load_model(text: str) -> ModelConfig:
     """A preset, a Hugging Face file or folder, or a TOML file with a table ``[model]``."""
+    return load_given(text).model
+
+
+def load_given(text: str) -> Given:
+    """As `load_model`, with the run's sequence length, layout, frozen parameters and optimizer where the file has them."""
     path = Path(text)
     if path.suffix != ".toml":
-        return ModelConfig.load(text)
+        return Given(ModelConfig.load(text))
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -45,20 +68,24 @@ def load_model(text: str) -> ModelConfig:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML ({error}); write a table [model]") from None
-    table = content.get("model")
-    if isinstance(table, str):
-        return ModelConfig.load(table)
-    if not isinstance(table, Mapping):
+    if not isinstance(content.get("model"), str | Mapping):
         raise ConfigError(f"{path} has no table [model]; add one with preset or the shapes")
-    return ModelConfig.load(table)
+    if content.keys() == {"model"}:
+        return Given(ModelConfig.load(content["model"]))
+    run = RunConfig.of({"data": {"sources": "synthetic:sentences"}, **content})
+    layout = content.get("layout")
+    if isinstance(layout, Mapping):
+        layout = str(run.layout)
+    seq = run.data.seq_len if "data" in content else None
+    return Given(run.model, str(path), seq, layout, run.train.freeze, run.optim.name, run.train.loss_chunk)
 
 
-def plan_layout(text: str, cluster: Cluster, global_batch: int | None) -> Layout:
-    """A layout to price: what its text leaves out has the planner's defaults.
+def plan_layout(given: str | Mapping[str, str], cluster: Cluster, global_batch: int | None) -> Layout:
+    """A layout to price: what its text (or the pairs of it) leaves out has the planner's defaults.
 
     Planned precision is bf16 (where the chip has it) with gradients in bf16, and micro-batches follow from the batch.
     """
-    values = layout_values(text)
+    values = layout_values(given) if isinstance(given, str) else dict(given)
     chip = cluster.chip
     values.setdefault("precision", "bf16" if chip.bf16 or chip.fp16 else "fp32")
     values.setdefault("reduce_dtype", "fp32" if values["precision"] in ("fp32", "fp64") else "bf16")
@@ -86,26 +113,69 @@ def make_plan(
     top: int,
     precision: str | None = None,
 ) -> Planned:
-    """Price one layout with its neighbours, or search; raises :class:`ConfigError` for what cannot be."""
-    config, machine = load_model(model), Cluster.load(cluster)
-    length = min(config.max_positions, DEFAULT_SEQ) if seq is None else seq
+    """Price one layout with its neighbours, or search; raises :class:`ConfigError` for what cannot be.
+
+    A run file's sequence length, layout, frozen parameters and optimizer are the defaults; ``layout="search"`` looks for the
+    best where it has one.
+    """
+    given, machine = load_given(model), Cluster.load(cluster)
+    config = given.model
+    length = seq or given.seq or min(config.max_positions, DEFAULT_SEQ)
     stack = default_stack(machine.chip)
-    pricer = Pricer(config, machine, length, stack)
-    notes = []
-    if seq is None:
-        notes.append(f"sequences of {length} tokens (--seq)")
-    if layout is not None:
-        text = f"{layout},precision={precision}" if precision and "precision" not in layout_values(layout) else layout
-        plan = price_with_neighbours(pricer, plan_layout(text, machine, global_batch), top)
+    training: dict[str, Any] = {"frozen": given.frozen, "moments": 1 if given.optimizer == "sgd" else 2}
+    pricer = Pricer(config, machine, length, stack, **training)
+    values = _wanted_layout(given, layout, global_batch, precision)
+    notes = _notes(given, seq, layout, length)
+    if values is not None:
+        plan = price_with_neighbours(pricer, plan_layout(values, machine, global_batch), top)
     else:
-        if global_batch is None:
+        batch = global_batch
+        if batch is None and given.layout is not None:
+            batch = Layout.parse(given.layout).global_batch
+            notes.append(f"{batch} sequences a step, as in {given.source} (--global-batch)")
+        elif batch is None:
             notes.append(f"{default_global_batch(machine, length)} sequences a step (--global-batch)")
-        wanted = precision or ("bf16" if machine.chip.bf16 or machine.chip.fp16 else "fp32")
-        plan = search(config, machine, length, global_batch, precision=wanted, top=top, stack=stack)
+        wanted = precision or (layout_values(given.layout).get("precision") if given.layout else None)
+        wanted = wanted or ("bf16" if machine.chip.bf16 or machine.chip.fp16 else "fp32")
+        plan = search(config, machine, length, batch, precision=wanted, top=top, stack=stack, **training)
     fit = fit_of(stack.name) if stack.name != "default" else Fit("none")
-    return Planned(
-        replace(plan, assumptions=(*notes, *assumptions(plan, stack, fit)), dropped_terms=dropped_terms(plan)), pricer
-    )
+    lines = (*notes, *assumptions(plan, stack, fit, given.optimizer))
+    dropped = dropped_terms(plan) + (("train.loss_chunk: all logits are counted",) if given.loss_chunk else ())
+    return Planned(replace(plan, assumptions=lines, dropped_terms=dropped), pricer)
+
+
+def _wanted_layout(
+    given: Given, layout: str | None, global_batch: int | None, precision: str | None
+) -> dict[str, str] | None:
+    """The layout to price: the run file's changed by ``layout``, as a run has it; None where one is to be searched for."""
+    if layout == SEARCH or (layout is None and given.layout is None):
+        return None
+    named = layout_values(layout or "")
+    values = layout_values(given.layout or "")
+    if global_batch is not None and "microbatches" not in named:
+        values.pop("microbatches", None)
+    values |= named
+    if precision is not None:
+        values.setdefault("precision", precision)
+    if given.seq is not None:  # a run's own defaults, not a plan's
+        values.setdefault("precision", "fp32")
+        values.setdefault("reduce_dtype", "fp32")
+    return values
+
+
+def _notes(given: Given, seq: int | None, layout: str | None, length: int) -> list[str]:
+    """Where the numbers that nobody gave on the command line are from."""
+    taken = []
+    if seq is None and given.seq is not None:
+        taken.append(f"sequences of {length} tokens")
+    if given.layout is not None and layout != SEARCH:
+        taken.append("its layout" + (" with the changes given" if layout else f" (--layout {SEARCH} looks for the best)"))
+    if given.frozen:
+        taken.append(f"no gradients of {', '.join(given.frozen)} (MFU counts them)")
+    notes = [f"from {given.source}: {', '.join(taken)}"] if taken else []
+    if seq is None and given.seq is None:
+        notes.append(f"sequences of {length} tokens (--seq)")
+    return notes
 
 
 def make_serving_plan(

@@ -34,10 +34,12 @@ ADAM_BYTES = 30
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What tells one layer's cost from another's: experts or not, and how far attention looks back (None: all)."""
+    """What tells one layer's cost from another's: experts or not, how far attention looks back (None: all), and which of
+    its parameters are not trained, by their names in the layer."""
 
     moe: bool
     window: int | None
+    frozen: tuple[str, ...] = ()
 
 
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
@@ -285,9 +287,9 @@ def head_cost(model: ModelConfig, shape: Shape, kernels: Kernels) -> UnitCost:
     return kernels.cost
 
 
-def optimizer_seconds(chip: Chip, stack: Stack, owned: float) -> float:
-    """Adam over ``owned`` parameters on the device: memory traffic alone."""
-    return ADAM_BYTES * owned / (chip.memory_bandwidth * stack.memory)
+def optimizer_seconds(chip: Chip, stack: Stack, owned: float, moments: int = 2) -> float:
+    """Adam (SGD: one moment) over ``owned`` parameters on the device: memory traffic alone."""
+    return (ADAM_BYTES - 8 * (2 - moments)) * owned / (chip.memory_bandwidth * stack.memory)
 
 
 def forward_flops(weights: float) -> float:

@@ -18,11 +18,12 @@ SHOWN_STAGES = 6
 _CLASSES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
-def assumptions(plan: Plan, stack: Stack, fit: Fit) -> tuple[str, ...]:
+def assumptions(plan: Plan, stack: Stack, fit: Fit, optimizer: str = "adamw") -> tuple[str, ...]:
     """What the numbers rest on, one line each."""
     chip, margin = plan.cluster.chip, plan.margin
+    moments = "SGD with fp32 momentum" if optimizer == "sgd" else "Adam with fp32 moments"
     lines = [
-        f"precision {plan.layout.precision}, gradients reduced in {plan.layout.reduce_dtype}, Adam with fp32 moments"
+        f"precision {plan.layout.precision}, gradients reduced in {plan.layout.reduce_dtype}, {moments}"
         + ("" if plan.layout.precision == "fp32" else " and master weights"),
         f"memory is allocated bytes; a device shows {margin.share:.0%} and {margin.fixed_bytes / GIB:.1f} GiB more",
         f"software stack {stack.name}: {stack.gemm(plan.layout.precision):.0%} of the peak in large products, "
@@ -85,7 +86,7 @@ def in_words(plan: Plan, pricer: Pricer) -> Iterator[str]:
             f"links: {worst.exposed_seconds:.3g} s a step."
         )
     for level in plan.cluster.levels:
-        slow = Pricer(plan.model, _with_level(plan.cluster, level.name, 0.5), plan.seq, pricer.stack).price(plan.layout)
+        slow = pricer.with_cluster(_with_level(plan.cluster, level.name, 0.5)).price(plan.layout)
         change = slow.step.seconds / step.seconds - 1
         yield f"With half the bandwidth of the {level.name} links a step takes {change:.1%} longer."
 

@@ -56,11 +56,12 @@ SPLIT = ("zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
 """Schedules with B and W of their own."""
 
 
-def optimizer_bytes(precision: str, stack: Stack | None = None) -> float:
-    """Adam: two moments, and a master copy where parameters are held in fewer bits and the stack keeps one."""
+def optimizer_bytes(precision: str, stack: Stack | None = None, moments: int = 2) -> float:
+    """Adam's two moments (SGD has one), and a master copy where parameters are held in fewer bits and the stack keeps one."""
     if precision in PARAMETER_BYTES:
-        return 2 * PARAMETER_BYTES[precision]
-    return 12 if stack is None else stack.state_bytes - 2
+        return moments * PARAMETER_BYTES[precision]
+    both = 12 if stack is None else stack.state_bytes - 2
+    return both - (2 - moments) * (4 if both >= 12 else both / 2)
 
 
 def bytes_per_parameter(
@@ -97,20 +98,27 @@ def shard_ranks(layout: Layout) -> tuple[int, int]:
     return max(1, dense // layout.dp_replicate), max(1, experts // layout.dp_replicate)
 
 
-def state_bytes(layout: Layout, held: Parameters, stack: Stack) -> dict[str, float]:
-    """Parameters, gradients and optimizer state of a rank whose slice has ``held`` parameters before ZeRO divides them.
+def state_bytes(
+    layout: Layout, held: Parameters, stack: Stack, trained: Parameters | None = None, moments: int = 2
+) -> dict[str, float]:
+    """Parameters, gradients and optimizer state of a rank whose slice has ``held`` parameters before ZeRO divides them, of
+    which ``trained`` (all by default) have gradients and optimizer state.
 
     From stage 2 on gradients are shards here, and what is whole for a while is a buffer. What is offloaded is not counted
     (:func:`host_bytes`): where gradients are sharded, those of offloaded parameters neither.
     """
     param = PARAMETER_BYTES.get(layout.precision, 2)
-    grad, optimizer = gradient_bytes(layout, stack), optimizer_bytes(layout.precision, stack)
+    grad, optimizer = gradient_bytes(layout, stack), optimizer_bytes(layout.precision, stack, moments)
+    trained = held if trained is None else trained
     dense_ranks, expert_ranks = shard_ranks(layout)
     total = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
-    for count, ranks in ((held.dense, dense_ranks), (held.experts, expert_ranks)):
+    for count, learning, ranks in (
+        (held.dense, trained.dense, dense_ranks),
+        (held.experts, trained.experts, expert_ranks),
+    ):
         shares = bytes_per_parameter(layout.zero, ranks, param, grad, optimizer)
         for name, share in zip(total, shares, strict=True):
-            total[name] += count * share
+            total[name] += (count if name == "parameters" else learning) * share
     if layout.offload != "none":
         total["optimizer"] *= 1 - layout.offload_fraction
         total["gradients"] *= 1 - layout.offload_fraction * (layout.zero >= 2)
@@ -119,8 +127,11 @@ def state_bytes(layout: Layout, held: Parameters, stack: Stack) -> dict[str, flo
     return total
 
 
-def host_bytes(layout: Layout, held: Parameters) -> dict[str, float]:
-    """Bytes of host memory that offload takes, by class, of a rank whose slice has ``held`` parameters before ZeRO.
+def host_bytes(
+    layout: Layout, held: Parameters, trained: Parameters | None = None, moments: int = 2
+) -> dict[str, float]:
+    """Bytes of host memory that offload takes, by class, of a rank whose slice has ``held`` parameters before ZeRO, of which
+    ``trained`` (all by default) have gradients and optimizer state.
 
     Masters of parameters that stay on the device are held beside the moments, whatever their dtype; gradients are held
     once, or twice where an update runs beside the step.
@@ -129,11 +140,14 @@ def host_bytes(layout: Layout, held: Parameters) -> dict[str, float]:
         return {}
     param, wide = PARAMETER_BYTES.get(layout.precision, 2), 8 if layout.precision == "fp64" else 4
     dense_ranks, expert_ranks = shard_ranks(layout) if layout.zero else (1, 1)
-    owned = layout.offload_fraction * (held.dense / dense_ranks + held.experts / expert_ranks)
+    trained = held if trained is None else trained
+    owned, learning = (
+        layout.offload_fraction * (count.dense / dense_ranks + count.experts / expert_ranks) for count in (held, trained)
+    )
     apart = param == wide and layout.offload == "optimizer"
     found = {
-        "gradients": owned * wide * (1 + layout.delayed_update),
-        "optimizer": owned * (optimizer_bytes(layout.precision) + wide * apart),
+        "gradients": learning * wide * (1 + layout.delayed_update),
+        "optimizer": learning * (optimizer_bytes(layout.precision, moments=moments) + wide * apart),
     }
     return ({"parameters": owned * param} if layout.offload == "params" else {}) | found
 
@@ -284,23 +298,25 @@ def _walked(layout: Layout) -> int:
 class MemoryModel:
     """Prices the memory of pipeline ranks of one model under one stack."""
 
-    def __init__(self, model: ModelConfig, table: ParameterTable, stack: Stack) -> None:
-        self.model, self.table, self.stack = model, table, stack
+    def __init__(self, model: ModelConfig, table: ParameterTable, stack: Stack, moments: int = 2) -> None:
+        self.model, self.table, self.stack, self.moments = model, table, stack, moments
         self._peaks: dict[Hashable, Peaks] = {}
 
     def stage(self, layout: Layout, rank: int, units: RankUnits, shape: Shape, *, walk: bool = True) -> StageMemory:
         """Peak bytes of one GPU of pipeline rank ``rank``; without ``walk`` those of ZeRO's buffers are left out."""
         layout = layout.on_pipeline_rank(rank)
         held = self.table.of_rank(units, layout.tp, layout.ep)
+        trained = self.table.trained_of_rank(units, layout.tp, layout.ep)
         if self.stack.whole_embedding and units.embedding:
-            held = held.plus(Parameters(self.table.embedding(1).dense - self.table.embedding(layout.tp).dense))
-        state = state_bytes(layout, held, self.stack)
+            whole = Parameters(self.table.embedding(1).dense - self.table.embedding(layout.tp).dense)
+            held, trained = held.plus(whole), trained.plus(whole)
+        state = state_bytes(layout, held, self.stack, trained, self.moments)
         activations = self._activations(layout, rank, units, shape)
         buffers = self._buffers(layout, shape)
         if walk and layout.zero >= 2 and units.num_units:
             buffers |= self._sharding_buffers(layout, rank, units)
         if self.stack.late_gradients and layout.zero >= 2:
-            self._make_late(layout, held, state, activations, buffers)
+            self._make_late(layout, trained, state, activations, buffers)
         return StageMemory(
             stage=rank,
             parameters=ceil(state["parameters"]),
@@ -309,7 +325,7 @@ class MemoryModel:
             activations=ceil(sum(activations.values())),
             buffers=ceil(sum(buffers.values())),
             parts={name: ceil(size) for name, size in (activations | buffers).items() if size},
-            host={name: ceil(size) for name, size in host_bytes(layout, held).items()},
+            host={name: ceil(size) for name, size in host_bytes(layout, held, trained, self.moments).items()},
         )
 
     def _make_late(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 from shardwright.core.layout import Layout
 from shardwright.plan.stages import chunks_per_rank, stages_of_rank
+from shardwright.schedule.action import Schedule
 from shardwright.schedule.make import make_schedule
 from shardwright.schedule.simulate import Costs, Link, Timeline, simulate
 
@@ -55,7 +57,15 @@ def makespan(layout: Layout, times: StageTimes, *, exact: bool = True) -> float:
 def run_rows(layout: Layout, times: StageTimes) -> Timeline:
     """The schedule's rows on the clock."""
     costs = Costs(times.forward, times.backward, times.weight, Link(latency=times.link))
-    return simulate(make_schedule(layout), costs)
+    file = layout.schedule.startswith("file:")
+    rows = make_schedule(layout) if file else _rows(layout.schedule, layout.pp, layout.virtual, layout.microbatches)
+    return simulate(rows, costs)
+
+
+@lru_cache(maxsize=16)
+def _rows(name: str, pp: int, virtual: int, microbatches: int) -> Schedule:
+    """A search asks for the same rows at many degrees of the other axes."""
+    return make_schedule(Layout(schedule=name, pp=pp, virtual=virtual, microbatches=microbatches))
 
 
 def _simulated(layout: Layout, times: StageTimes) -> float:

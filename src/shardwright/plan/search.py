@@ -2,32 +2,42 @@
 
 The order of pruning is the field's sizing sequence: tensor degree inside the fast domain, pipeline within the layers,
 data for the rest; for each, the cheapest memory saving that fits (sharding before recomputation) is priced. Many layouts
-are compared by the pipeline's closed form; the best are priced again by the schedule's rows, in both rank orders.
+are compared by the pipeline's closed form, with 1F1B or interleaved stages. Those that would be fastest with a sixth of their
+bubble are tried with every other schedule, the best of all with other switches (sharding, resharding, recomputation, sequence
+parallelism, rank order), and the best of these are priced by the schedule's rows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from heapq import heapify, heappop, heappush
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.layout import Layout
+from shardwright.core.layout import CHOICES, SCHEDULES, Layout
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.plan import GIB, Candidate, Plan
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.plan.stack import Stack
 from shardwright.plan.step_time import Pricer
+from shardwright.schedule.make import INTERLEAVED
 
 LEAST_CP_TOKENS = 4096
 """Tokens per rank below which a context split is not looked at: its blocks are too short to hide a transfer."""
 MICRO_BATCHES = (1, 2, 4, 8)
 STEP_TOKENS = 4 * 2**20
 """Tokens of a step where no global batch is given."""
-REFINED = 16
+ZERO_BUBBLE_SAVES = 5 / 6
+"""Of 1F1B's bubble, by which layouts are chosen to try other schedules: ZB-V fills with half a forward."""
+SCHEDULED = 24
+"""Layouts that are tried with other schedules."""
+SWITCHED, SWITCH_ROUNDS = 6, 2
+"""Of so many of the best every switch is turned, so many times over."""
+REFINED = 12
 """Layouts that are priced by the schedule's rows."""
 MOST_EXPLORED = 2000
 """Layouts that a report's picture of the search shows at most."""
@@ -72,49 +82,95 @@ def search(
     precision: str = "bf16",
     top: int = 5,
     stack: Stack | None = None,
+    frozen: Sequence[str] = (),
+    moments: int = 2,
 ) -> Plan:
     """The best layout on all GPUs of ``cluster`` with the ``top`` candidates; the smallest layout when none fits.
 
-    ``global_batch`` is in sequences of ``seq`` tokens. Raises :class:`ConfigError` when no layout is legal at all.
+    ``global_batch`` is in sequences of ``seq`` tokens; ``frozen`` and ``moments`` as `Pricer` has them. Raises
+    :class:`ConfigError` when no layout is legal at all.
     """
-    pricer = Pricer(model, cluster, seq, stack)
+    pricer = Pricer(model, cluster, seq, stack, frozen=frozen, moments=moments)
     batch = default_global_batch(cluster, seq) if global_batch is None else global_batch
     if batch < 1 or top < 1:
         raise ConfigError(f"global batch {batch} and top {top} must be at least 1")
     rejections = Rejections()
-    priced: list[tuple[float, str, Layout, float]] = []
+    priced: list[Priced] = []
     for base in _degrees(pricer, batch, precision, rejections):
         for layout, need in _fitting(pricer, base, rejections):
-            priced.append((pricer.quick(layout), str(layout), layout, need))
+            step = pricer.quick_step(layout)
+            saved = ZERO_BUBBLE_SAVES * step.bubble_seconds if layout.virtual == 1 else 0.0
+            priced.append(Priced(step.seconds, step.seconds - saved, layout, need))
     if not priced:
         if not rejections.too_large:
             raise ConfigError(_nothing_legal(pricer, batch, rejections))
         ((_, smallest),) = rejections.nearest(pricer, 1)
         return replace(pricer.price(smallest), rejected=_rejected(pricer, rejections))
-    priced.sort(key=lambda item: item[:2])
-    plans = _refined(pricer, [layout for _, _, layout, _ in priced[: max(REFINED, top)]])
+    priced.sort(key=lambda one: (one.seconds, str(one.layout)))
+    plans = _refined(pricer, _shortlist(pricer, priced, max(REFINED, 2 * top)))
     best = plans[0]
     candidates = tuple(Candidate(p.layout, p.step.seconds, p.memory[0].total) for p in plans[:top])
-    explored = tuple(Candidate(layout, seconds, need) for seconds, _, layout, need in priced[:MOST_EXPLORED])
+    explored = tuple(Candidate(one.layout, one.seconds, one.need) for one in priced[:MOST_EXPLORED])
     return replace(best, candidates=candidates, rejected=_rejected(pricer, rejections), explored=explored)
 
 
 def exhaustive(pricer: Pricer, batch: int, precision: str = "bf16") -> Plan:
-    """The fastest of all layouts of the search's space that fit, each with every memory saving and both rank orders, by
-    the schedule's rows: what the search's shortcuts are measured against. Slow; for small clusters.
+    """The fastest of all layouts that fit, by the schedule's rows: what the search's shortcuts are measured against.
+
+    Every product of degrees, micro-batches, schedules, chunks, recomputation, sequence parallelism, rank orders and
+    shardings, none of them as the search makes them. Left out is only what cannot win: a layout of which the slowest rank's
+    own work takes longer than a whole step that was found. Slow; for small clusters.
     """
+    groups = sorted(
+        ((pricer.least_seconds(base), str(base), base) for base in _all_bases(pricer, batch, precision)),
+        key=lambda group: group[:2],
+    )
     best: tuple[float, str, Layout] | None = None
-    for base in _degrees(pricer, batch, precision, Rejections()):
-        for policy, sharding in product(("none", "selective", "full"), _shardings(base)):
-            layout = base.with_(recompute=policy, **sharding)
-            if pricer.peak_bytes(layout) > pricer.cluster.chip.memory_bytes:
+    for least, _, base in groups:
+        if best is not None and least >= best[0]:
+            break
+        for sharding in _all_shardings(base):
+            layout = base.with_(**sharding)
+            if pricer.peak_bytes(layout, walk=False) > pricer.cluster.chip.memory_bytes:
                 continue
-            for one in _orders(layout):
-                found = (pricer.seconds(one), str(one), one)
+            if pricer.peak_bytes(layout) <= pricer.cluster.chip.memory_bytes:
+                found = (pricer.seconds(layout), str(layout), layout)
                 best = found if best is None or found[:2] < best[:2] else best
     if best is None:
         raise ConfigError(f"no layout of {pricer.model.name} fits {pricer.cluster.world_size} GPUs; use more")
     return pricer.price(best[2])
+
+
+def _all_bases(pricer: Pricer, batch: int, precision: str) -> Iterator[Layout]:
+    """Every legal layout but for how its state is sharded."""
+    model, world = pricer.model, pricer.cluster.world_size
+    reduce_dtype = "fp32" if precision == "fp32" else "bf16"
+    experts = 1 if model.moe is None else model.moe.num_experts
+    for tp, pp, cp, ep in product(_divisors(world), _divisors(world), _divisors(world), _divisors(experts)):
+        dp, rest = divmod(world, tp * pp * cp)
+        if rest or (tp * cp * dp) % ep or batch % dp:
+            continue
+        kinds = [(kind, 1) for kind in SCHEDULES if kind not in INTERLEAVED] if pp > 1 else [("1f1b", 1)]
+        if pp > 1:
+            kinds += [(kind, virtual) for kind in INTERLEAVED for virtual in range(2, model.num_layers // pp + 1)]
+        switches = product(
+            _divisors(batch // dp), kinds, CHOICES["recompute"], ("auto", "off") if tp > 1 else ("auto",),
+            CHOICES["order"] if pp > 1 and dp > 1 else ("tp-cp-dp-pp",),
+        )  # fmt: skip
+        for size, (schedule, virtual), recompute, sp, order in switches:
+            layout = Layout(
+                tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, micro_batch=size, microbatches=batch // dp // size,
+                schedule=schedule, virtual=virtual, recompute=recompute, sp=sp, order=order, precision=precision,
+                reduce_dtype=reduce_dtype,
+            )  # fmt: skip
+            if not _refusal(pricer, layout):
+                yield layout
+
+
+def _all_shardings(base: Layout) -> Iterator[dict[str, Any]]:
+    for zero, accumulate, reshard in product((0, 1, 2, 3), CHOICES["accumulate"], CHOICES["reshard"]):
+        if (zero >= 2 or accumulate == "defer") and (zero == 3 or reshard == "auto"):
+            yield {"zero": zero, "accumulate": accumulate, "reshard": reshard}
 
 
 def _degrees(pricer: Pricer, batch: int, precision: str, rejections: Rejections) -> Iterator[Layout]:
@@ -160,18 +216,26 @@ def _batches(pricer: Pricer, degrees: dict[str, int | str], sequences: int, reje
             if virtual > 1 and m % pp:
                 rejections.reasons["interleaved stages need micro-batches that divide by pp"] += 1
                 continue
-            try:
-                layout = Layout.of(
-                    {
-                        **degrees, "micro_batch": size, "microbatches": m, "virtual": virtual,
-                        "schedule": "interleaved" if virtual > 1 else "1f1b", "reduce_dtype": reduce_dtype,
-                    }
-                )  # fmt: skip
-                pricer.check(layout)
-            except LayoutError as error:
-                rejections.reasons[str(error)] += 1
+            layout = Layout.of(
+                {
+                    **degrees, "micro_batch": size, "microbatches": m, "virtual": virtual,
+                    "schedule": "interleaved" if virtual > 1 else "1f1b", "reduce_dtype": reduce_dtype,
+                }
+            )  # fmt: skip
+            if reason := _refusal(pricer, layout):
+                rejections.reasons[reason] += 1
                 continue
             yield layout
+
+
+def _refusal(pricer: Pricer, layout: Layout) -> str:
+    """Why the model, the cluster or training refuses ``layout``; empty where none does."""
+    try:
+        layout.check_training(pricer.model, pricer.seq)
+        pricer.check(layout)
+    except LayoutError as error:
+        return str(error)
+    return ""
 
 
 def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[tuple[Layout, float]]:
@@ -180,8 +244,7 @@ def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[t
 
     Nothing else is looked at where plain sharding without recomputation fits.
     """
-    policies = ("none", "full") if pricer.stack.flash else ("none", "selective", "full")
-    for policy in policies:
+    for policy in _policies(pricer):
         for index, sharding in enumerate(_shardings(base)):
             layout = base.with_(recompute=policy, **sharding)
             need = pricer.peak_bytes(layout, walk=False)
@@ -206,18 +269,129 @@ def _shardings(base: Layout) -> list[dict[str, Any]]:
     return found
 
 
+def _policies(pricer: Pricer) -> tuple[str, ...]:
+    """Kinds of recomputation that save memory under the pricer's stack."""
+    saves = not pricer.stack.flash or pricer.stack.selective_repeats > 0
+    return ("none", "selective", "full") if saves else ("none", "full")
+
+
+# -- the best, looked at more closely ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A layout by the closed form: seconds of a step, those that a schedule with little bubble may make of them, bytes that
+    a device shows."""
+
+    seconds: float
+    hoped: float
+    layout: Layout
+    need: float
+
+
+class Shortlist:
+    """Layouts by the closed form, fastest first. Memory is worked out in full only for those that come to the front."""
+
+    def __init__(self, pricer: Pricer) -> None:
+        self.pricer, self.capacity = pricer, pricer.cluster.chip.memory_bytes
+        self._queue: list[tuple[float, int, str, Layout, tuple[Layout, ...]]] = []  # of equals the shorter text is plainer
+        self._seen: set[str] = set()
+        self._fitting: set[str] = set()
+
+    def add(self, *choices: Layout) -> bool:
+        """The first of ``choices`` that fits, as far as is known without a walk; the others take its place if it does not.
+        Whether it is the very first."""
+        for index, layout in enumerate(choices):
+            text = str(layout)
+            if text in self._seen:
+                return index == 0
+            if _refusal(self.pricer, layout) or self.pricer.peak_bytes(layout, walk=False) > self.capacity:
+                continue
+            self._seen.add(text)
+            heappush(self._queue, (self.pricer.quick(layout), len(text), text, layout, choices[index + 1 :]))
+            return index == 0
+        return False
+
+    def add_known(self, priced: Priced) -> None:
+        """One that fits."""
+        text = str(priced.layout)
+        self._seen.add(text)
+        self._fitting.add(text)
+        heappush(self._queue, (priced.seconds, len(text), text, priced.layout, ()))
+
+    def best(self, count: int) -> list[Layout]:
+        """The fastest that fit; they stay in the list."""
+        found: list[tuple[float, int, str, Layout, tuple[Layout, ...]]] = []
+        while self._queue and len(found) < count:
+            item = heappop(self._queue)
+            _, _, text, layout, others = item
+            if text in self._fitting or self.pricer.peak_bytes(layout) <= self.capacity:
+                self._fitting.add(text)
+                found.append(item)
+            else:
+                self.add(*others)
+        for item in found:
+            heappush(self._queue, item)
+        return [layout for _, _, _, layout, _ in found]
+
+
 def _refined(pricer: Pricer, layouts: Sequence[Layout]) -> list[Plan]:
-    """Plans by the schedule's rows, fastest first; with several nodes in the other rank order as well."""
-    found = []
+    """Plans by the schedule's rows, fastest first; of those that are alike in time and memory the first."""
+    plans: dict[tuple[float, int], Plan] = {}
     for layout in layouts:
-        found += [pricer.price(one) for one in _orders(layout)]
-    return sorted(found, key=lambda plan: (plan.step.seconds, plan.memory[0].total))
+        plan = pricer.price(layout)
+        plans.setdefault((plan.step.seconds, plan.memory[0].total), plan)
+    return [plans[key] for key in sorted(plans)]
 
 
-def _orders(layout: Layout) -> list[Layout]:
-    """``layout`` in both rank orders, where they differ."""
-    orders = ("tp-cp-dp-pp", "tp-cp-pp-dp") if layout.pp > 1 and layout.dp > 1 else ("tp-cp-dp-pp",)
-    return [layout.with_(order=order) for order in orders]
+def _shortlist(pricer: Pricer, priced: Sequence[Priced], count: int) -> list[Layout]:
+    """The ``count`` best of ``priced`` and of what other schedules and switches make of the best of them."""
+    found = Shortlist(pricer)
+    for one in priced:
+        found.add_known(one)
+    bases: dict[Layout, None] = {}
+    for one in sorted(priced, key=lambda one: (one.hoped, str(one.layout))):
+        if one.layout.pp > 1 and len(bases) < SCHEDULED:
+            bases.setdefault(one.layout.with_(schedule="1f1b", virtual=1, **_PLAIN))
+    for base in bases:
+        for schedule, virtual in _other_schedules(pricer.model.num_layers, base):
+            other = base.with_(schedule=schedule, virtual=virtual)
+            for policy in _policies(pricer):
+                if found.add(*(other.with_(recompute=policy, **sharding) for sharding in _shardings(other))):
+                    break  # plain sharding fits, so nothing need be repeated
+    turned: set[str] = set()
+    for _ in range(SWITCH_ROUNDS):
+        for layout in found.best(SWITCHED):
+            if str(layout) not in turned:
+                turned.add(str(layout))
+                for other in _switched(pricer, layout):
+                    found.add(other)
+    return found.best(count)
+
+
+_PLAIN: Mapping[str, Any] = MappingProxyType({"zero": 0, "recompute": "none", "accumulate": "defer"})
+
+
+def _other_schedules(layers: int, base: Layout) -> list[tuple[str, int]]:
+    """Schedules beside 1F1B and interleaved stages, with their chunks on each rank."""
+    found = [(kind, 1) for kind in SCHEDULES if kind != "1f1b" and kind not in INTERLEAVED]
+    if base.microbatches % base.pp == 0:
+        found += [("interleaved_zb", v) for v in _virtual_stages(layers, base.pp) if v > 1]
+    return found
+
+
+def _switched(pricer: Pricer, layout: Layout) -> Iterator[Layout]:
+    """``layout`` with one switch turned, where that can make it faster or small enough to be."""
+    if layout.tp > 1:
+        yield layout.with_(sp="auto" if layout.sp == "off" else "off")
+    for policy in _policies(pricer):
+        yield layout.with_(recompute=policy)
+    other = "always" if layout.pp > 1 else "after_backward"
+    for sharding in _shardings(layout):
+        for reshard in ("auto", other) if sharding["zero"] == 3 else ("auto",):
+            yield layout.with_(**{"accumulate": "defer", **sharding, "reshard": reshard})
+    for order in CHOICES["order"] if layout.pp > 1 and layout.dp > 1 else ():
+        yield layout.with_(order=order)
 
 
 def _rejected(pricer: Pricer, rejections: Rejections) -> tuple[Candidate, ...]:
@@ -272,11 +446,7 @@ def neighbours(layout: Layout) -> list[Layout]:
 def remedy(pricer: Pricer, layout: Layout) -> str:
     """The first change that makes ``layout`` fit, in words for the end of a sentence; empty where none does."""
     for other in neighbours(layout):
-        try:
-            pricer.check(other)
-        except LayoutError:
-            continue
-        if pricer.peak_bytes(other) <= pricer.cluster.chip.memory_bytes:
+        if not _refusal(pricer, other) and pricer.peak_bytes(other) <= pricer.cluster.chip.memory_bytes:
             changed = [f for f in fields(Layout) if getattr(other, f.name) != getattr(layout, f.name)]
             return "; fits with " + ", ".join(f"{f.name}={getattr(other, f.name)}" for f in changed)
     return ""
@@ -284,14 +454,14 @@ def remedy(pricer: Pricer, layout: Layout) -> str:
 
 def price_with_neighbours(pricer: Pricer, layout: Layout, top: int = 5) -> Plan:
     """One layout with its neighbours: those that fit as candidates, the others as rejected with the reason."""
+    layout.check_training(pricer.model, pricer.seq)
     plan = pricer.price(layout)
     fitting, rejected = [plan], []
     for other in neighbours(layout):
-        try:
-            near = pricer.price(other)
-        except LayoutError as error:
-            rejected.append(Candidate(other, reason=str(error)))
+        if reason := _refusal(pricer, other):
+            rejected.append(Candidate(other, reason=reason))
             continue
+        near = pricer.price(other)
         if near.fits:
             fitting.append(near)
         else:

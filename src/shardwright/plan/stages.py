@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -11,7 +12,7 @@ from shardwright.core.layout import V_SHAPED, Layout
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.specs import bucket_members, parameter_specs
 from shardwright.plan.buffers import Part
-from shardwright.plan.compute import LayerKind
+from shardwright.plan.compute import LayerKind, layer_kind
 
 
 def layers_per_stage(model: ModelConfig, layout: Layout) -> tuple[int, ...]:
@@ -96,11 +97,26 @@ class Parameters:
         return self.dense + self.experts
 
 
-class ParameterTable:
-    """Parameters of each kind of unit on a rank, for any tp and ep; dense parts come from the spec table."""
+def layer_kinds(model: ModelConfig, frozen: Sequence[str] = ()) -> tuple[LayerKind, ...]:
+    """The kind of every layer, where parameters whose name begins with one of ``frozen`` are not trained."""
+    kinds = tuple(layer_kind(model, layer) for layer in range(model.num_layers))
+    if not frozen:
+        return kinds
+    kept: dict[str, list[str]] = {}
+    for spec in parameter_specs(model).values():
+        if spec.name.startswith(tuple(frozen)):
+            kept.setdefault(spec.unit, []).append(spec.name.removeprefix(f"{spec.unit}."))
+    return tuple(replace(kind, frozen=tuple(kept.get(f"blocks.{layer}", ()))) for layer, kind in enumerate(kinds))
 
-    def __init__(self, model: ModelConfig) -> None:
-        self.model = model
+
+class ParameterTable:
+    """Parameters of each kind of unit on a rank, for any tp and ep; dense parts come from the spec table.
+
+    ``frozen``: prefixes of names that are not trained; those of layers are in their kinds (:func:`layer_kinds`).
+    """
+
+    def __init__(self, model: ModelConfig, frozen: Sequence[str] = ()) -> None:
+        self.model, self._prefixes = model, tuple(frozen)
         dense = {"num_layers": 1, "sliding_layers": None, "moe": None, "attention_sinks": False, "swiglu_limit": None}
         self._twin = model.model_copy(update=dense)
         everywhere = {"first_dense_layers": 0, "layer_step": 1, "dense_layers": ()}
@@ -110,6 +126,7 @@ class ParameterTable:
             self._expert_twin = self._twin.model_copy(update=experts)
         self._count = lru_cache(maxsize=None)(self._count_units)
         self._unit_parts = lru_cache(maxsize=None)(self._parts_of_unit)
+        self._unit_frozen = lru_cache(maxsize=None)(self._frozen_of_unit)
 
     def _count_units(self, tp: int) -> dict[str, int]:
         """Elements by unit of a one-layer dense twin on tp rank 0, which has the largest slice."""
@@ -150,13 +167,13 @@ class ParameterTable:
         the rank holds both ends."""
         both = units.embedding and units.head
         degrees = (layout.tp, layout.cp, layout.dp, layout.ep, layout.dp_replicate, layout.sequence_parallel)
-        found = [self._unit_parts("embedding", both, *degrees)] if units.embedding else []
+        found = [self._unit_parts("embedding", (), both, *degrees)] if units.embedding else []
         for kind, count in units.order or units.layers:
-            found += [self._unit_parts("experts" if kind.moe else "dense", False, *degrees)] * count
-        return [*found, self._unit_parts("head", both, *degrees)] if units.head else found
+            found += [self._unit_parts("experts" if kind.moe else "dense", kind.frozen, False, *degrees)] * count
+        return [*found, self._unit_parts("head", (), both, *degrees)] if units.head else found
 
     def _parts_of_unit(
-        self, what: str, both_ends: bool, tp: int, cp: int, dp: int, ep: int, replicas: int, sp: bool
+        self, what: str, frozen: tuple[str, ...], both_ends: bool, tp: int, cp: int, dp: int, ep: int, replicas: int, sp: bool
     ) -> tuple[Part, ...]:
         """Of the embedding, the head, or a layer (``dense``, ``experts``); attention sinks and biases of experts are left out."""
         layout = Layout(tp=tp, cp=cp, dp=dp, ep=ep, dp_replicate=replicas, sp="on" if sp else "off", zero=3)
@@ -167,8 +184,45 @@ class ParameterTable:
         for member in members:
             if member.units[0] == unit:
                 shards, at_once = layout.num_shards(member.shard_over), unit == "embedding" or not member.decay
-                found.append(Part(member.group, member.numel, len(member.units) == 2, shards, at_once))
+                kept = self._is_frozen(member.name, unit, frozen)
+                found.append(Part(member.group, member.numel, len(member.units) == 2, shards, at_once, kept))
         return tuple(found)
+
+    def _is_frozen(self, name: str, unit: str, frozen: tuple[str, ...]) -> bool:
+        """Of a layer by its kind's names, of the ends by the prefixes."""
+        if unit.startswith("blocks"):
+            return name.removeprefix(f"{unit}.") in frozen
+        return bool(self._prefixes) and name.startswith(self._prefixes)
+
+    def _frozen_of_unit(self, what: str, frozen: tuple[str, ...], with_embedding: bool, tp: int, ep: int) -> Parameters:
+        """What is not trained of the embedding, the head, or a layer (``dense``, ``experts``) on a rank."""
+        layout, total = Layout(tp=tp, dp=ep, ep=ep), Parameters(0)
+        unit = what if what in ("embedding", "head") else "blocks.0"
+        held = ["embedding", "head"] if with_embedding else [unit]
+        for member in bucket_members(self._expert_twin if what == "experts" else self._twin, layout, {"tp": 0}, held):
+            if member.units[0] == unit and self._is_frozen(member.name, unit, frozen):
+                expert = member.shard_over == "edp_shard"
+                total = total.plus(Parameters(0, member.numel) if expert else Parameters(member.numel))
+        return total
+
+    def frozen_layer(self, kind: LayerKind, tp: int, ep: int) -> Parameters:
+        """What is not trained of one block."""
+        return self._unit_frozen("experts" if kind.moe else "dense", kind.frozen, False, tp, ep) if kind.frozen else Parameters(0)
+
+    def frozen_end(self, what: str, tp: int, *, with_embedding: bool = False) -> Parameters:
+        """What is not trained of the ``embedding`` or the ``head``."""
+        return self._unit_frozen(what, (), with_embedding, tp, 1) if self._prefixes else Parameters(0)
+
+    def trained_of_rank(self, units: RankUnits, tp: int, ep: int) -> Parameters:
+        """The parameters of a rank that have gradients and optimizer state."""
+        held, frozen = self.of_rank(units, tp, ep), Parameters(0)
+        for kind, count in units.layers:
+            frozen = frozen.plus(self.frozen_layer(kind, tp, ep).times(count))
+        if units.embedding:
+            frozen = frozen.plus(self.frozen_end("embedding", tp))
+        if units.head:
+            frozen = frozen.plus(self.frozen_end("head", tp, with_embedding=units.embedding))
+        return Parameters(held.dense - frozen.dense, held.experts - frozen.experts)
 
     def embedding(self, tp: int) -> Parameters:
         return Parameters(self._count(tp)["embedding"])

@@ -17,6 +17,7 @@ from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.plan import GIB, Margin, PipelineSummary, Plan, StageMemory, StepTime
+from shardwright.core.specs import TIED, check_frozen, parameter_specs
 from shardwright.errors import LayoutError, ModelConfigError
 from shardwright.plan.compute import (
     Kernels,
@@ -27,7 +28,6 @@ from shardwright.plan.compute import (
     embedding_cost,
     head_cost,
     layer_cost,
-    layer_kind,
     optimizer_seconds,
 )
 from shardwright.plan.memory import MemoryModel, in_flight, shard_ranks
@@ -39,6 +39,7 @@ from shardwright.plan.stages import (
     Parameters,
     ParameterTable,
     RankUnits,
+    layer_kinds,
     layers_per_stage,
     rank_units,
     stages_of_rank,
@@ -83,15 +84,28 @@ class StageCost:
 class Pricer:
     """Prices layouts of one model on one cluster under one stack; costs that layouts share are computed once."""
 
-    def __init__(self, model: ModelConfig, cluster: Cluster, seq: int, stack: Stack | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        cluster: Cluster,
+        seq: int,
+        stack: Stack | None = None,
+        *,
+        frozen: Sequence[str] = (),
+        moments: int = 2,
+    ) -> None:
+        """``frozen``: prefixes of names that are not trained; ``moments`` of the optimizer: 2 of Adam, 1 of SGD."""
         if seq < 1:
             raise ModelConfigError(f"seq={seq} must be at least 1 token")
+        if frozen:
+            check_frozen(frozen, parameter_specs(model))
         self.model, self.cluster, self.seq = model, cluster, seq
         self.stack = stack or default_stack(cluster.chip)
-        self.table = ParameterTable(model)
+        self.frozen, self.moments = tuple(frozen), moments
+        self.table = ParameterTable(model, frozen)
         self.network = Network(cluster, self.stack)
-        self.memory = MemoryModel(model, self.table, self.stack)
-        self.kinds = tuple(layer_kind(model, layer) for layer in range(model.num_layers))
+        self.memory = MemoryModel(model, self.table, self.stack, moments)
+        self.kinds = layer_kinds(model, frozen)
         self._units: dict[tuple[object, ...], UnitCost] = {}
         self._ranks: dict[tuple[object, ...], list[RankUnits]] = {}
         self.margin = Margin(int(self.stack.reserve_gib * GIB), self.stack.reserve_share)
@@ -103,10 +117,14 @@ class Pricer:
         other = copy(self)
         other.stack = stack
         other.network = Network(self.cluster, stack)
-        other.memory = MemoryModel(self.model, self.table, stack)
+        other.memory = MemoryModel(self.model, self.table, stack, self.moments)
         other.margin = Margin(int(stack.reserve_gib * GIB), stack.reserve_share)
         other._units = {}
         return other
+
+    def with_cluster(self, cluster: Cluster) -> Pricer:
+        """The same model and training on another cluster."""
+        return Pricer(self.model, cluster, self.seq, self.stack, frozen=self.frozen, moments=self.moments)
 
     # -- layouts -----------------------------------------------------------------------------------
 
@@ -114,7 +132,7 @@ class Pricer:
         """Raise :class:`LayoutError` for a layout that this model or this cluster cannot run."""
         model = self.model
         layout.check_model(model)
-        layout.check_switches()
+        layout.check_training(self.model, self.seq)
         if layout.world_size > self.cluster.world_size:
             raise LayoutError(
                 f"layout {layout} needs {layout.world_size} GPUs, the cluster has {self.cluster.world_size}; lower a degree"
@@ -167,7 +185,21 @@ class Pricer:
             else:
                 cost = embedding_cost if what == "embedding" else head_cost
                 self._units[key] = cost(self.model, shape, kernels)
+            self._without_frozen(what, layout, self._units[key])
         return self._units[key]
+
+    def _without_frozen(self, what: LayerKind | str, layout: Layout, cost: UnitCost) -> None:
+        """No weight gradient is made of what is not trained: its share of the unit's parameters stands for its share of that."""
+        table, tp, ep = self.table, layout.tp, layout.ep
+        if isinstance(what, LayerKind):
+            held, frozen = table.layer(what, tp, ep), table.frozen_layer(what, tp, ep)
+        elif what == "embedding":
+            held, frozen = table.embedding(tp), table.frozen_end("embedding", tp)
+        else:
+            held, frozen = table.head(tp, with_embedding=False), table.frozen_end("head", tp)
+        if share := frozen.total / held.total if held.total else 0.0:
+            cost.backward_weight *= 1 - share
+            cost.flops_backward -= share * (cost.flops_backward - cost.flops_forward)
 
     def _add_unit(
         self, stage: StageCost, cost: UnitCost, messages: Sequence[Message], count: int, recomputed: bool
@@ -266,7 +298,19 @@ class Pricer:
 
     def quick(self, layout: Layout) -> float:
         """Seconds of a step by the closed form of the pipeline: for comparing many layouts."""
-        return self._price(layout, exact=False)[0].seconds
+        return self.quick_step(layout).seconds
+
+    def quick_step(self, layout: Layout) -> StepTime:
+        """A step by the closed form of the pipeline, with its parts."""
+        return self._price(layout, exact=False)[0]
+
+    def least_seconds(self, layout: Layout) -> float:
+        """What no step of ``layout`` is faster than, however its state is sharded: the slowest rank's own work."""
+        shape = Shape.of(layout, self.seq)
+        traffic = Traffic(self.model, layout, shape, self.network, self.stack)
+        times = self._times(layout, self._stages(layout, traffic, shape)[0], traffic)
+        work = max(sum(times.of_rank(stages_of_rank(layout, rank))) for rank in range(layout.pp))
+        return layout.microbatches * work + self.stack.step_seconds
 
     def seconds(self, layout: Layout) -> float:
         """Seconds of a step by the schedule's rows, without the rest of the account."""
@@ -348,8 +392,11 @@ class Pricer:
             if units not in alike:
                 parameters = self.table.of_rank(units, layout.tp, layout.ep)
                 both_ends = self.model.tied_head and layout.pp > 1 and units.embedding != units.head
-                tied = self.table.head(layout.tp, with_embedding=False).dense if both_ends else 0
-                alike[units] = (traffic.data(parameters, units.num_units, tied), self._update(layout, parameters))
+                trained = self.table.trained_of_rank(units, layout.tp, layout.ep)
+                head = self.table.head(layout.tp, with_embedding=False).dense
+                tied = head if both_ends and not (self.frozen and TIED.startswith(self.frozen)) else 0
+                sends = traffic.data(parameters, units.num_units, tied, trained)
+                alike[units] = (sends, self._update(layout, trained))
             sent, seconds = alike[units]
             found = hidden(sent, layout, units.num_units, times.of_rank(held), self.stack)
             all_messages.append(found)
@@ -361,7 +408,7 @@ class Pricer:
         dense, experts = shard_ranks(layout)
         owned = held.dense / dense + held.experts / experts if layout.zero else float(held.total)
         on_host = owned * layout.offload_fraction if layout.offload != "none" else 0.0
-        seconds = optimizer_seconds(self.cluster.chip, self.stack, owned - on_host)
+        seconds = optimizer_seconds(self.cluster.chip, self.stack, owned - on_host, self.moments)
         if on_host:  # gradients down, parameters up, Adam between
             moved = on_host * (4 + 2) / self.stack.host_bandwidth
             seconds += moved + on_host * HOST_BYTES_PER_PARAMETER / HOST_MEMORY_GB_S

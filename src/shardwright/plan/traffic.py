@@ -234,16 +234,20 @@ class Traffic:
 
     # -- once a step, or a unit --------------------------------------------------------------------
 
-    def data(self, held: Parameters, num_units: int, tied: int) -> list[Message]:
+    def data(self, held: Parameters, num_units: int, tied: int, trained: Parameters | None = None) -> list[Message]:
         """Gradients and parameters of a rank over the ranks that hold the same slice (``seconds`` fully exposed here).
 
         ``num_units``: the pieces in which fully sharded parameters are gathered; buckets hold a unit or ``bucket_mb``.
-        ``tied``: elements of a matrix that both pipeline ends hold.
+        ``tied``: elements of a matrix that both pipeline ends hold. ``trained``: those of ``held`` with gradients (all).
         """
         found: list[Message] = []
-        for count, axis, tensor in ((held.dense, "dp_cp", "dense"), (held.experts, "edp", "experts")):
+        learning = held if trained is None else trained
+        for count, with_gradients, axis, tensor in (
+            (held.dense, learning.dense, "dp_cp", "dense"),
+            (held.experts, learning.experts, "edp", "experts"),
+        ):
             if count:
-                found += self._sharded(count, axis, tensor, max(1, num_units))
+                found += self._sharded(count, with_gradients, axis, tensor, max(1, num_units))
         size = self._gradient_size()
         if tied:
             ends = replace_ends(self.network, self.grid)
@@ -258,16 +262,16 @@ class Traffic:
         wide = 8 if self.layout.precision == "fp64" else 4
         return wide if self.layout.reduce_dtype == "fp32" else GRADIENT_BYTES[self.layout.reduce_dtype]
 
-    def _sharded(self, total: int, axis: str, tensor: str, pieces: int) -> list[Message]:
+    def _sharded(self, total: int, trained: int, axis: str, tensor: str, pieces: int) -> list[Message]:
         layout, m = self.layout, self.layout.microbatches
         shard, copies = self._shard_spans(axis)
         grad, param = self._gradient_size(), PARAMETER_BYTES.get(layout.precision, 2)
         if layout.zero < 3:
-            pieces = max(1, min(pieces, round(total * grad / (layout.bucket_mb * 2**20))))
-        count = -(-total // pieces)
+            pieces = max(1, min(pieces, round(trained * grad / (layout.bucket_mb * 2**20))))
+        whole, count = -(-total // pieces), -(-trained // pieces)
 
         def over(span: Span, phase: str, verb: str, name: str, elements: int, size: int, times: int) -> list[Message]:
-            if span.size == 1:
+            if span.size == 1 or not elements:
                 return []
             seconds = self.network.seconds(verb, elements * size, span)
             sent = ring_bytes(verb, elements, size, span.size)
@@ -297,11 +301,11 @@ class Traffic:
         if layout.zero < 3:
             return [*reduce, *replicas, *over(shard, "update", "all_gather", "parameters", count, param, 1)]
         if not layout.keeps_gathered:
-            gathers = over(shard, "F", "all_gather", "parameters", count, param, m)
-            gathers += over(shard, "B", "all_gather", "parameters", count, param, m)
+            gathers = over(shard, "F", "all_gather", "parameters", whole, param, m)
+            gathers += over(shard, "B", "all_gather", "parameters", whole, param, m)
         else:
             times = 1 if layout.accumulate == "defer" else m
-            gathers = over(shard, "F", "all_gather", "parameters", count, param, times)
+            gathers = over(shard, "F", "all_gather", "parameters", whole, param, times)
         return [*gathers, *reduce, *replicas]
 
     def _shard_spans(self, axis: str) -> tuple[Span, Span]:

@@ -18,9 +18,9 @@ from shardwright.comm.mesh import Mesh
 from shardwright.core.buckets import plan_buckets
 from shardwright.core.ledger import BucketTiming, Ledger
 from shardwright.core.run_config import RunConfig
-from shardwright.core.specs import bucket_members, unit_names
+from shardwright.core.specs import bucket_members, check_frozen, unit_names
 from shardwright.core.stages import split_units
-from shardwright.errors import ConfigError, NonFiniteError
+from shardwright.errors import NonFiniteError
 from shardwright.model.balance import Balance, Balancer
 from shardwright.model.context import Context
 from shardwright.model.transformer import Transformer, freeze
@@ -114,7 +114,7 @@ class Trainer:
         by_unit = self.layout.zero == 3
         model = Transformer(config.model, mesh, dtype, self.device, units, hollow=by_unit)
         self.model = model.initialise(config.train.seed)  # hollow: shard by shard, below; no rank holds the whole model
-        _check_frozen(config.train.freeze, self.model.specs)
+        check_frozen(config.train.freeze, self.model.specs)
         freeze(self.model, config.train.freeze)
         self.parameters = self.model.spec_parameters()
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
@@ -377,15 +377,6 @@ class Trainer:
             rows = self.mesh.world.all_gather(mine.unsqueeze(0), name="metrics")
         values = _read_all(rows.flatten())
         return sum(values[0::2]) / self.mesh.tp.size, tuple(values[1::2])
-
-
-def _check_frozen(patterns: Sequence[str], names: Iterable[str]) -> None:
-    known = tuple(names)
-    for pattern in patterns:
-        if not any(name.startswith(pattern) for name in known):
-            raise ConfigError(
-                f"train.freeze={pattern!r} matches no parameter; names look like blocks.0.attention.q.weight"
-            )
 
 
 def sequence_numbers(batch: MicroBatch, seq_len: int) -> Tensor:
