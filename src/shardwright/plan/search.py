@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.layout import CHOICES, SCHEDULES, Layout
+from shardwright.core.layout import CHOICES, RECOMPUTE, SCHEDULES, Layout
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.plan import GIB, Candidate, Plan
 from shardwright.errors import ConfigError, LayoutError
@@ -154,7 +154,7 @@ def _all_bases(pricer: Pricer, batch: int, precision: str) -> Iterator[Layout]:
         if pp > 1:
             kinds += [(kind, virtual) for kind in INTERLEAVED for virtual in range(2, model.num_layers // pp + 1)]
         switches = product(
-            _divisors(batch // dp), kinds, CHOICES["recompute"], ("auto", "off") if tp > 1 else ("auto",),
+            _divisors(batch // dp), kinds, RECOMPUTE, ("auto", "off") if tp > 1 else ("auto",),
             CHOICES["order"] if pp > 1 and dp > 1 else ("tp-cp-dp-pp",),
         )  # fmt: skip
         for size, (schedule, virtual), recompute, sp, order in switches:
@@ -231,7 +231,6 @@ def _batches(pricer: Pricer, degrees: dict[str, int | str], sequences: int, reje
 def _refusal(pricer: Pricer, layout: Layout) -> str:
     """Why the model, the cluster or training refuses ``layout``; empty where none does."""
     try:
-        layout.check_training(pricer.model, pricer.seq)
         pricer.check(layout)
     except LayoutError as error:
         return str(error)
@@ -454,7 +453,6 @@ def remedy(pricer: Pricer, layout: Layout) -> str:
 
 def price_with_neighbours(pricer: Pricer, layout: Layout, top: int = 5) -> Plan:
     """One layout with its neighbours: those that fit as candidates, the others as rejected with the reason."""
-    layout.check_training(pricer.model, pricer.seq)
     plan = pricer.price(layout)
     fitting, rejected = [plan], []
     for other in neighbours(layout):
