@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from ranks.kit import FaultPlan, preload, run_ranks
+from shardwright.checkpoint import save
 from shardwright.checkpoint.io import CheckpointState, load_checkpoint
 from shardwright.checkpoint.manifest import latest_checkpoint, named_steps
 from shardwright.checkpoint.remote import RemoteStore
@@ -322,6 +323,36 @@ def test_after_a_kill_in_mid_step_a_resumed_run_has_the_losses_of_one_without(fo
     run(config, resume="auto")
     assert losses(config) == losses(whole)
     assert_same_state(load(config), load(whole))
+
+
+def slow_disk(env: RankEnv, notes: Path) -> None:
+    """Have a checkpoint take a second, and note how many steps have begun when it is complete."""
+    begun, step, put_in_place = [0], Trainer.step, save.put_in_place
+
+    def count(self: Trainer, batches: Any, number: int) -> Any:
+        begun[0] += 1
+        return step(self, batches, number)
+
+    def wait_and_put(partial: Path, final: Path) -> None:
+        time.sleep(1.0)
+        put_in_place(partial, final)
+        with notes.open("a") as file:
+            file.write(f"{begun[0]}\n")
+
+    Trainer.step = count  # type: ignore[method-assign]
+    save.put_in_place = wait_and_put
+
+
+@pytest.mark.parametrize("lag", [1, None])
+def test_training_waits_for_a_save_that_lags_so_a_kill_costs_no_more(lag: int | None, folder: Path) -> None:
+    """Saved after steps 5 and 10 in the background: complete before step 7 begins, or with half an interval before step 8."""
+    config = make_config(folder, f"lag-{lag}", save_every=5, async_lag_steps=lag)
+    notes = folder / f"lag-{lag}.txt"
+    run(config, plan=Plan(prepare=slow_disk, arguments=(notes,)))
+    assert checkpoints(config) == [5, 10]
+    first, last = map(int, notes.read_text().split())
+    assert 5 <= first <= 5 + config.train.save_lag and last == 10
+    assert config.train.save_lag == (lag or 2)
 
 
 def break_call(env: RankEnv, place: str, call: int) -> None:

@@ -121,6 +121,9 @@ class TrainConfig(Section):
     """Copy complete checkpoints there too, for instance s3://bucket/run (fsspec); ``--resume auto`` looks there as well."""
     async_save: bool = True
     """Write checkpoints in the background; the last one of a run is waited for."""
+    async_lag_steps: int | None = Field(default=None, ge=1)
+    """Steps that may pass until a checkpoint in the background is complete; then training waits for it. What a kill costs is
+    at most one interval (``save_every``) and these steps. None: half an interval, at least one step."""
     elastic: bool = False
     """Under torchrun with another number of ranks: change dp, and keep the sequences of a step by accumulation. Where agents
     may join later (``--nnodes 1:4``), start them with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: with the store that they share
@@ -150,6 +153,13 @@ class TrainConfig(Section):
     stop_grace_s: float = Field(default=60.0, gt=0)
     """After Ctrl-C or SIGTERM: time for the step under way and the save, then the ranks are killed. A scheduler that sends
     SIGTERM has a limit of its own (srun's KillWait, torchrun's 30 s)."""
+
+    @property
+    def save_lag(self) -> int:
+        """``async_lag_steps`` resolved; 0 where saves are waited for."""
+        if not self.async_save:
+            return 0
+        return max(1, self.save_every // 2) if self.async_lag_steps is None else self.async_lag_steps
 
 
 class RunConfig(Section):

@@ -48,6 +48,8 @@ class RunCheckpoints:
         self.root = Path(train.run_dir) / "checkpoints"
         self.last: Path | None = None
         """The last checkpoint that was begun or resumed from."""
+        self._begun = 0
+        """The step after which the last save began."""
         token = mesh.world.gather_objects(secrets.token_hex(4))[0]
         url = train.checkpoint_url
         self.store = RemoteStore(url) if url is not None and mesh.rank == 0 else None
@@ -76,6 +78,7 @@ class RunCheckpoints:
     def save(self, step: int, samples: int, *, last: bool) -> None:
         """Save in the background if the run says so, the last one at once; an error of an earlier save is raised here."""
         snapshot = self.snapshot(step, samples)
+        self._begun = step
         self.last = self.saver.start(snapshot) if self.config.train.async_save else self.saver.save(snapshot)
         if last:
             self.finish()
@@ -106,9 +109,12 @@ class RunCheckpoints:
         while self.saver.uploads is not None and not self.saver.uploads.wait(1.0):
             pass
 
-    def poll(self) -> None:
-        """Raise what has gone wrong in the background."""
+    def poll(self, step: int) -> None:
+        """Raise what has gone wrong in the background; after ``step`` steps, wait for a save that has had its time
+        (``train.async_lag_steps``), so that a kill never costs more than an interval and that."""
         self.saver.poll()
+        if step - self._begun >= self.config.train.save_lag:
+            self.saver.wait()
 
     def __enter__(self) -> RunCheckpoints:
         return self

@@ -316,7 +316,7 @@ class Run:
         with Prefetcher(sampler.batches, self.step, config.data.prefetch, config.data.workers, self._pinned) as prefetch:
             while self.step < config.train.steps and not stopped:
                 start = time.perf_counter()
-                self.checkpoints.poll()
+                self.checkpoints.poll(self.step)
                 self._at(f"step {self.step}, the next batch")
                 batches, waited = prefetch.next()
                 self._at(f"step {self.step}")

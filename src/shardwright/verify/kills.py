@@ -1,8 +1,9 @@
 """A run whose ranks are killed again and again (SIGKILL, at random moments) and that must end as one that nobody disturbed.
 
-Every life continues with ``auto``. Right after a kill the folder must hold a checkpoint no older than an interval, or, before
-the first save is done, none. When the run has come to its end, the losses of all its steps are compared with those of an
-undisturbed run, bit for bit: a sample that was skipped or read twice would show.
+Every life continues with ``auto``. Right after a kill the folder must hold a checkpoint no older than an interval (and, of saves
+in the background, the steps that they may take), or, before the first save is done, none. When the run has come to its end, the
+losses of all its steps are compared with those of an undisturbed run, bit for bit: a sample that was skipped or read twice
+would show.
 """
 
 from __future__ import annotations
@@ -55,17 +56,20 @@ def mortal_rank(env: RankEnv, config: RunConfig, data: PreparedData, options: Ru
 
 
 class _Killer:
-    """Kills all ranks ``delay_s`` after the last of them has said who it is."""
+    """Kills all ranks ``delay_s`` after the last of them has said who it is, or (``training``) after their first step."""
 
-    def __init__(self, num_ranks: int, delay_s: float) -> None:
+    def __init__(self, num_ranks: int, delay_s: float, training: bool) -> None:
         self.pids: list[int] = []
-        self._num_ranks, self._timer = num_ranks, threading.Timer(delay_s, self._kill)
+        self._num_ranks, self._training, self._timer = num_ranks, training, threading.Timer(delay_s, self._kill)
+        self._started = False
 
     def hear(self, rank: int, message: Any) -> None:
         if "pid" in message:
             self.pids.append(message["pid"])
-            if len(self.pids) == self._num_ranks:
-                self._timer.start()
+        begun = "record" in message if self._training else len(self.pids) == self._num_ranks
+        if begun and not self._started:
+            self._started = True
+            self._timer.start()
 
     def _kill(self) -> None:
         for pid in self.pids:
@@ -77,13 +81,14 @@ class _Killer:
 
 
 def live_once(
-    config: RunConfig, delay_s: float | None, limit_s: float, preload: Sequence[str] = PRELOAD
+    config: RunConfig, delay_s: float | None, limit_s: float, preload: Sequence[str] = PRELOAD, *, training: bool = False
 ) -> bool:
-    """Start or continue the run; whether it came to its end. ``delay_s``: when it is killed (None: never)."""
+    """Start or continue the run; whether it came to its end. ``delay_s``: when it is killed (None: never), counted from its
+    first step if ``training``."""
     options = RunOptions(resume="auto")
     data = prepare_run(config, options)
     world = config.layout.world_size
-    killer = _Killer(world, delay_s) if delay_s is not None else None
+    killer = _Killer(world, delay_s, training) if delay_s is not None else None
     try:
         run_local_ranks(
             mortal_rank,
@@ -117,13 +122,16 @@ def killed_run(
     preload: Sequence[str] = PRELOAD,
     on_kill: Callable[[Kill], None] | None = None,
 ) -> KilledRun:
-    """Kill the run of ``config`` up to ``most_kills`` times, each within ``longest_s`` of its start, then let it end.
+    """Kill the run of ``config`` up to ``most_kills`` times, then let it end. Half of the kills come within ``longest_s`` of its
+    start, half of its first step: on a slow machine a run may do none before.
 
     ``reference`` are the losses of the undisturbed run; ``most_lost`` the steps that a kill may cost.
     """
     found = KilledRun()
     root = Path(config.train.run_dir) / "checkpoints"
-    while len(found.kills) < most_kills and not live_once(config, rng.uniform(0, longest_s), limit_s, preload):
+    while len(found.kills) < most_kills:
+        if live_once(config, rng.uniform(0, longest_s), limit_s, preload, training=rng.random() < 0.5):
+            break
         kill = _look(config, root)
         before = found.kills[-1].checkpoint if found.kills else 0
         found.kills.append(kill)
