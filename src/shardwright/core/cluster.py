@@ -8,7 +8,7 @@ A cluster is ``CHIP:NODESxGPUS``, or a TOML file (`Cluster.load`; units are in t
     gpus_per_node = 8
 
     [[levels]]                  # from the fastest links outwards; left out: the chip's own links
-    name = "intra"
+    name = "intra"              # "rack": fast links that join nodes
     size = 8                    # ranks that reach each other over these links
     gb_s = 450.0                # per direction and GPU
     latency_us = 10.0
@@ -37,6 +37,11 @@ from shardwright.errors import ConfigError
 GB, TB, GIB = 1e9, 1e12, 2**30
 INTRA_LATENCY, INTER_LATENCY = 10e-6, 20e-6
 """Seconds per message inside a scale-up domain and between nodes: calculon's values for A100, a starting point."""
+
+BOARD = 8
+"""GPUs of the largest board whose links end at the node; a chip with a larger domain has links between nodes."""
+RACK = "rack"
+"""The level of fast links that join several nodes."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,10 @@ class LinkLevel:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of one chip. `levels` go from the fastest links outwards; a node is (part of) one scale-up domain."""
+    """Equal nodes of one chip. `levels` go from the fastest links outwards; a node is (part of) one scale-up domain.
+
+    A level named ``rack`` is of the same kind as the links inside a node, and the levels below it too.
+    """
 
     chip: Chip
     nodes: int
@@ -110,6 +118,12 @@ class Cluster:
     @property
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def fast_size(self) -> int:
+        """GPUs of the scale-up domain: a rack's where a level has that name, else those of the innermost level."""
+        rack = [level.size for level in self.levels if level.name == RACK]
+        return max(rack) if rack else self.levels[0].size if self.levels else 1
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
@@ -153,7 +167,11 @@ class Cluster:
 
     @classmethod
     def of(cls, chip: Chip, nodes: int, gpus_per_node: int) -> Cluster:
-        """A cluster with the chip's own links; raises `ConfigError` if they do not reach that far."""
+        """A cluster with the chip's own links; raises `ConfigError` if they do not reach that far.
+
+        Where the fast links join the boards of a rack (a domain of more GPUs than a board has), as many whole nodes as fit
+        are one level ``rack``, in place of the nodes': it is the same links.
+        """
         if nodes < 1 or gpus_per_node < 1:
             raise ConfigError(f"cluster of {nodes} nodes with {gpus_per_node} GPUs each; both must be at least 1")
         if gpus_per_node > chip.domain_size:
@@ -162,9 +180,12 @@ class Cluster:
                 f"write the same GPUs as nodes of at most {chip.domain_size}"
             )
         levels = []
-        if gpus_per_node > 1:
+        joined = min(nodes, chip.domain_size // gpus_per_node) if chip.domain_size > BOARD else 1
+        if joined > 1:
+            levels.append(LinkLevel(RACK, joined * gpus_per_node, chip.intra_bandwidth, INTRA_LATENCY))
+        elif gpus_per_node > 1:
             levels.append(LinkLevel("intra", gpus_per_node, chip.intra_bandwidth, INTRA_LATENCY))
-        if nodes > 1:
+        if nodes > joined:
             if chip.inter_bandwidth is None:
                 raise ConfigError(f"no bandwidth between nodes is known for {chip.name}; use one node")
             levels.append(LinkLevel("inter", nodes * gpus_per_node, chip.inter_bandwidth, INTER_LATENCY))

@@ -177,7 +177,7 @@ def _degrees(pricer: Pricer, batch: int, precision: str, rejections: Rejections)
     """Layouts that use every GPU, before memory is looked at."""
     model, cluster = pricer.model, pricer.cluster
     world = cluster.world_size
-    fast = cluster.levels[0].size if cluster.levels else 1
+    fast = cluster.fast_size
     for tp in _divisors(world):
         reason = _tensor_reason(model, tp, fast)
         if reason:

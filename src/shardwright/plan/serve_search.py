@@ -206,7 +206,7 @@ def least_group(pricer: ServingPricer, load: Load, target: Target, precision: st
 
 def _layouts(pricer: ServingPricer, precision: str) -> list[Layout]:
     model, world = pricer.model, pricer.cluster.world_size
-    fast = pricer.cluster.levels[0].size if pricer.cluster.levels else 1
+    fast = pricer.cluster.fast_size
     found = []
     for tp in (k for k in range(1, min(fast, world) + 1) if world % k == 0 and model.num_heads % k == 0):
         for pp in (k for k in (1, 2, 4, 8, 16) if world % (tp * k) == 0 and k <= model.num_layers):
