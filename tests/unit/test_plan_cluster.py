@@ -62,6 +62,15 @@ def test_a_file_gives_levels_with_curves(tmp_path: Path) -> None:
     assert cluster.levels[1].efficiency_at(1e6) == 1
 
 
+def test_a_file_may_say_how_fast_storage_is(tmp_path: Path) -> None:
+    slow = Cluster.load(write(tmp_path, "storage_gb_s = 0.25\n" + FILE))
+    assert slow.storage_bandwidth == 0.25e9
+    assert Cluster.load(write(tmp_path, slow.to_toml())) == slow
+    assert Cluster.load(write(tmp_path, FILE)).storage_bandwidth == 1e9
+    with pytest.raises(ConfigError, match="storage_gb_s=0 must be above 0"):
+        Cluster.load(write(tmp_path, "storage_gb_s = 0\n" + FILE))
+
+
 def test_a_file_can_name_its_own_chip(tmp_path: Path) -> None:
     cluster = Cluster.load(write(tmp_path, CUSTOM))
     assert cluster.chip.peak("fp32") == 5e10

@@ -16,6 +16,7 @@ from shardwright.errors import ConfigError, LayoutError
 from shardwright.plan.accuracy import assess
 from shardwright.plan.command import make_serving_plan
 from shardwright.plan.rows import Refused
+from shardwright.plan.serve_explain import serving_in_words
 from shardwright.plan.serve_search import Target, least_group
 from shardwright.plan.serving import Load, ServingPricer, fewest_gpus, touched_share
 from shardwright.plan.serving_rows import ServingCase, read_runs, saturated
@@ -158,6 +159,9 @@ def test_targets_choose_among_groups() -> None:
     assert limited.fits
     assert limited.price.times.tpot_seconds <= 0.012
     assert any("TPOT" in candidate.reason for candidate in limited.rejected)
+    assert limited.least is not None
+    assert limited.to_json()["serving"]["least_group"]["gpus"] == limited.least.layout.world_size <= 8
+    assert any(f"within the target are {limited.least.layout.world_size} (" in line for line in serving_in_words(limited))
     least = least_group(pricer("llama-3.1-70b", stack=stack_of("vllm-hopper")), LOAD, Target(tpot=0.03), "fp8")
     assert least is not None
     assert least.layout.world_size < 8

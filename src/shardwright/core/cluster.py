@@ -6,6 +6,7 @@ A cluster is ``CHIP:NODESxGPUS``, or a TOML file (`Cluster.load`; units are in t
     chip = "h100-80gb"          # or a table [chip] with name, bf16_tflops, memory_gib, memory_gb_s, ...
     nodes = 8
     gpus_per_node = 8
+    storage_gb_s = 1.0          # to shared storage, per node; left out: 1
 
     [[levels]]                  # from the fastest links outwards; left out: the chip's own links
     name = "intra"              # "rack": fast links that join nodes
@@ -24,7 +25,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -40,6 +41,9 @@ INTRA_LATENCY, INTER_LATENCY = 10e-6, 20e-6
 
 BOARD = 8
 """GPUs of the largest board whose links end at the node; a chip with a larger domain has links between nodes."""
+STORAGE = 1e9
+"""Bytes/s that a node writes to shared storage where nothing is known: Llama 3's 16,384 GPUs had 2 TB/s (Grattafiori et al.
+2024, section 3.3.1), about 1 GB/s for each of 2,000 nodes."""
 RACK = "rack"
 """The level of fast links that join several nodes."""
 
@@ -107,13 +111,15 @@ class LinkLevel:
 class Cluster:
     """Equal nodes of one chip. `levels` go from the fastest links outwards; a node is (part of) one scale-up domain.
 
-    A level named ``rack`` is of the same kind as the links inside a node, and the levels below it too.
+    A level named ``rack`` is of the same kind as the links inside a node, and the levels below it too. ``storage_bandwidth``:
+    bytes/s that each node writes to where checkpoints are.
     """
 
     chip: Chip
     nodes: int
     gpus_per_node: int
     levels: tuple[LinkLevel, ...]
+    storage_bandwidth: float = STORAGE
 
     @property
     def world_size(self) -> int:
@@ -151,7 +157,8 @@ class Cluster:
 
     def to_toml(self) -> str:
         """The text of a cluster file that `load` reads back to an equal value."""
-        lines = [f"nodes = {self.nodes}", f"gpus_per_node = {self.gpus_per_node}", "", "[chip]"]
+        lines = [f"nodes = {self.nodes}", f"gpus_per_node = {self.gpus_per_node}"]
+        lines += [f"storage_gb_s = {self.storage_bandwidth / GB!r}", "", "[chip]"]
         for key, (field, unit) in _CHIP_KEYS.items():
             value = getattr(self.chip, field)
             if value is None or (field == "unconfirmed" and not value):
@@ -334,7 +341,7 @@ def _toml_value(value: Any, unit: float) -> str:
 
 
 def _from_toml(content: Mapping[str, Any], where: str) -> Cluster:
-    _known_keys(content, ("chip", "nodes", "gpus_per_node", "levels"), where)
+    _known_keys(content, ("chip", "nodes", "gpus_per_node", "storage_gb_s", "levels"), where)
     nodes, gpus = (_number(content, key, where, whole=True) for key in ("nodes", "gpus_per_node"))
     chip = content.get("chip")
     if isinstance(chip, str):
@@ -343,8 +350,11 @@ def _from_toml(content: Mapping[str, Any], where: str) -> Cluster:
         found = _chip_from_toml(chip, where)
     else:
         raise ConfigError(f'{where}: chip is missing; write chip = "h100-80gb" or a table [chip]')
+    storage = _number(content, "storage_gb_s", where) * GB if "storage_gb_s" in content else STORAGE
+    if storage <= 0:
+        raise ConfigError(f"{where}: storage_gb_s={content['storage_gb_s']} must be above 0; leave it out for 1")
     if "levels" not in content:
-        return Cluster.of(found, int(nodes), int(gpus))
+        return replace(Cluster.of(found, int(nodes), int(gpus)), storage_bandwidth=storage)
     if nodes < 1 or gpus < 1:
         raise ConfigError(f"{where}: {nodes} nodes with {gpus} GPUs each; both must be at least 1")
     levels = tuple(_level_from_toml(level, where) for level in content["levels"])
@@ -354,7 +364,7 @@ def _from_toml(content: Mapping[str, Any], where: str) -> Cluster:
         raise ConfigError(
             f"{where}: levels of {sizes} ranks must grow and the last must hold all {world}; list them from the fastest out"
         )
-    return Cluster(found, int(nodes), int(gpus), levels)
+    return Cluster(found, int(nodes), int(gpus), levels, storage)
 
 
 def _chip_from_toml(table: Mapping[str, Any], where: str) -> Chip:

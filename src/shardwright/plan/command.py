@@ -48,6 +48,7 @@ class Given:
     frozen: tuple[str, ...] = ()
     optimizer: str = "adamw"
     loss_chunk: int = 0
+    save_every: int = 0
 
 
 def load_model(text: str) -> ModelConfig:
@@ -77,7 +78,7 @@ def load_given(text: str) -> Given:
     if isinstance(layout, Mapping):
         layout = str(run.layout)
     seq = run.data.seq_len if "data" in content else None
-    return Given(run.model, str(path), seq, layout, run.train.freeze, run.optim.name, run.train.loss_chunk)
+    return Given(run.model, str(path), seq, layout, run.train.freeze, run.optim.name, run.train.loss_chunk, run.train.save_every)
 
 
 def plan_layout(given: str | Mapping[str, str], cluster: Cluster, global_batch: int | None) -> Layout:
@@ -138,6 +139,9 @@ def make_plan(
         wanted = precision or (layout_values(given.layout).get("precision") if given.layout else None)
         wanted = wanted or ("bf16" if machine.chip.bf16 or machine.chip.fp16 else "fp32")
         plan = search(config, machine, length, batch, precision=wanted, top=top, stack=stack, **training)
+    if given.save_every:
+        saved = pricer.checkpoint_time(plan.layout, given.save_every * plan.step.seconds)
+        plan = replace(plan, checkpoint=saved)
     fit = fit_of(stack.name) if stack.name != "default" else Fit("none")
     lines = (*notes, *assumptions(plan, stack, fit, given.optimizer))
     dropped = dropped_terms(plan) + (("train.loss_chunk: all logits are counted",) if given.loss_chunk else ())
