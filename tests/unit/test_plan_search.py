@@ -238,6 +238,14 @@ def test_exit_code_and_report(capsys: pytest.CaptureFixture[str], monkeypatch: p
         (("tiny", "--cluster", "h100:1x8", "--layout", "tp=3,dp=2"), "tp=3 must divide"),
         (("tiny", "--cluster", "h100:1x8", "--layout", "dp=8", "--global-batch", "12"), "must divide the global batch"),
         (("tiny",), "Missing option '--cluster'|missing option"),
+        (("tiny", "--cluster", "h100:1x8", "--precision", "fp2"), "precision=fp2 is not known; use one of fp64, fp32, bf16"),
+        (("tiny", "--cluster", "h100:1x8", "--layout", "dp=8,precision=fp8", "--precision", "bf16"), "contradicts precision=fp8"),
+        (("tiny", "--cluster", "h100:1x8", "--max-tpot-ms", "5"), "--max-tpot-ms 5.0 is of a serving plan; add --for serve"),
+        (("tiny", "--cluster", "h100:1x8", "--objective", "latency"), "--objective latency is of a serving plan"),
+        (("tiny", "--cluster", "h100:1x8", "--concurrency", "4"), "--concurrency 4 is of a serving plan"),
+        (("tiny", "--cluster", "h100:1x8", "--for", "serve", "--seq", "64"), "--seq 64 is of a training plan; leave it out"),
+        (("tiny", "--cluster", "h100:1x8", "--for", "serve", "--global-batch", "8"), "--global-batch 8 is of a training plan"),
+        (("tiny", "--cluster", "h100:1x8", "--for", "serve", "--report", "x.html"), "--report x.html is of a training plan"),
     ],
 )
 def test_mistakes_get_one_line(

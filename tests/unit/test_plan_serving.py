@@ -174,6 +174,12 @@ def test_experts_need_room() -> None:
     assert any("no room" in candidate.reason for candidate in plan.rejected)
 
 
+@pytest.mark.parametrize("key", ["recompute=full", "micro_batch=2", "offload=optimizer", "zero=1", "cp=2"])
+def test_impossible_keys_of_a_serving_layout_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"tp, pp, dp and ep only, and a precision; leave {key} out"):
+        make_serving_plan("llama-3.1-8b", "h100-80gb:1x8", f"tp=2,{key}", LOAD, Target(), None, 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

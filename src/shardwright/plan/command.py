@@ -22,6 +22,7 @@ from shardwright.plan.serving import Load, ServingPricer
 from shardwright.plan.stack import Fit, default_stack, fit_of, serving_stack
 from shardwright.plan.step_time import Pricer
 
+SERVING_KEYS = ("tp", "pp", "dp", "ep", "precision")
 SEARCH = "search"
 """In place of a layout: look for the best one."""
 DEFAULT_SEQ = 8192
@@ -120,6 +121,7 @@ def make_plan(
     best where it has one.
     """
     given, machine = load_given(model), Cluster.load(cluster)
+    _check_precision(precision, layout)
     config = given.model
     length = seq or given.seq or min(config.max_positions, DEFAULT_SEQ)
     stack = default_stack(machine.chip)
@@ -148,6 +150,17 @@ def make_plan(
     return Planned(replace(plan, assumptions=lines, dropped_terms=dropped), pricer)
 
 
+def _check_precision(precision: str | None, layout: str | None) -> None:
+    """Refuse one that is not known, or that the layout's text contradicts."""
+    if precision is None:
+        return
+    if precision not in OPERAND_BYTES:
+        raise ConfigError(f"precision={precision} is not known; use one of {', '.join(OPERAND_BYTES)}")
+    named = layout_values(layout).get("precision", precision) if layout not in (None, SEARCH) else precision
+    if named != precision:
+        raise ConfigError(f"--precision {precision} contradicts precision={named} in --layout; leave one of them out")
+
+
 def _wanted_layout(
     given: Given, layout: str | None, global_batch: int | None, precision: str | None
 ) -> dict[str, str] | None:
@@ -158,9 +171,9 @@ def _wanted_layout(
     values = layout_values(given.layout or "")
     if global_batch is not None and "microbatches" not in named:
         values.pop("microbatches", None)
-    values |= named
     if precision is not None:
-        values.setdefault("precision", precision)
+        values["precision"] = precision
+    values |= named
     if given.seq is not None:  # a run's own defaults, not a plan's
         values.setdefault("precision", "fp32")
         values.setdefault("reduce_dtype", "fp32")
@@ -195,11 +208,17 @@ def make_serving_plan(
             f"{load.input_tokens} + {load.output_tokens} tokens are more than the {config.max_positions} positions of "
             f"{config.name}; shorten them"
         )
+    _check_precision(precision, layout)
     chosen = None
-    if layout is not None:
+    if layout is not None and layout != SEARCH:
         values = layout_values(layout)
         values.setdefault("precision", precision or "bf16")
         chosen = Layout.of(values)
+        if ignored := [key for key in values if key not in SERVING_KEYS]:
+            raise ConfigError(
+                f"layout: a serving group has tp, pp, dp and ep only, and a precision; leave {ignored[0]}="
+                f"{values[ignored[0]]} out"
+            )
     wanted = chosen.precision if chosen is not None else precision or "bf16"
     if wanted not in OPERAND_BYTES:
         raise ConfigError(f"precision={wanted} is not known; use one of {', '.join(OPERAND_BYTES)}")
