@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +56,13 @@ def _warm_up() -> None:
 def _print_json(value: Any) -> None:
     json.dump(value, sys.stdout, indent=2, default=str)
     sys.stdout.write("\n")
+
+
+def _refuse(why: str, options: Mapping[str, object]) -> None:
+    """Refuse the first of ``options`` that was given: it would be ignored."""
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(f"{name} {value} {why}")
 
 
 @app.command(epilog="Example: shardwright train examples/tiny.toml --layout dp=2 --set train.steps=100")
@@ -114,9 +122,13 @@ def verify(
         str | None, typer.Option(help="Break this one thing and see verification fail; without a name, each thing in turn.")
     ] = None,
     matrix: Annotated[bool, typer.Option("--matrix", help="A covering set of layouts of the model made small.")] = False,
-    most_ranks: Annotated[int, typer.Option(min=1, help="Most ranks of a layout (all axes at once may take 16).")] = 8,
-    least: Annotated[int, typer.Option(min=1, help="Least number of layouts of --matrix.")] = 60,
-    out: Annotated[Path | None, typer.Option(help="Folder of --matrix: results that are resumed, and report.html.")] = None,
+    most_ranks: Annotated[
+        int | None, typer.Option(min=1, help="--matrix: most ranks of a layout, 8 by default (all axes at once may take 16).")
+    ] = None,
+    least: Annotated[int | None, typer.Option(min=1, help="--matrix: least number of layouts, 60 by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of --matrix (or --mutate all): results that are resumed, and report.html.")
+    ] = None,
     gradients: Annotated[
         Path | None,
         typer.Option("--write-gradients", help="Folder for the gradients of the layout and of one process, as safetensors."),
@@ -125,6 +137,10 @@ def verify(
 ) -> None:
     """Compare a layout with one process: loss, every gradient, every updated parameter, every byte."""
     settings = RunConfig.load(config, sets or (), layout)
+    if not matrix:
+        _refuse("is for --matrix; add --matrix or leave it out", {"--least": least, "--most-ranks": most_ranks})
+        if mutate != "all":
+            _refuse("is for --matrix or --mutate all; add one of them or leave it out", {"--out": out})
     _warm_up()
     from shardwright.verify import command
 
@@ -135,7 +151,7 @@ def verify(
     if matrix:
         if mutate is not None or layout is not None:
             raise typer.BadParameter("--matrix chooses its layouts and breaks nothing; leave --layout and --mutate out")
-        answer = command.matrix(settings, folder, steps, most_ranks, least, console)
+        answer = command.matrix(settings, folder, steps, most_ranks or 8, least or 60, console)
     elif mutate == command.EVERYTHING:
         answer = command.mutations(settings, folder, steps, console)
     else:
@@ -235,10 +251,10 @@ def plan_(
     top: Annotated[int, typer.Option(min=1, help="Candidates to show.")] = 5,
     purpose: Annotated[str, typer.Option("--for", help="train or serve.")] = "train",
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page (for train).")] = None,
-    input_tokens: Annotated[int, typer.Option(min=1, help="serve: tokens of a prompt.")] = 1024,
-    output_tokens: Annotated[int, typer.Option(min=1, help="serve: tokens of an answer.")] = 1024,
-    concurrency: Annotated[int, typer.Option(min=1, help="serve: requests at once.")] = 16,
-    objective: Annotated[str, typer.Option(help="serve: latency or throughput.")] = "throughput",
+    input_tokens: Annotated[int | None, typer.Option(min=1, help="serve: tokens of a prompt (default 1024).")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="serve: tokens of an answer (default 1024).")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="serve: requests at once (default 16).")] = None,
+    objective: Annotated[str | None, typer.Option(help="serve: latency or throughput (default throughput).")] = None,
     max_ttft_ms: Annotated[float | None, typer.Option(help="serve: limit on the time to the first token.")] = None,
     max_tpot_ms: Annotated[float | None, typer.Option(help="serve: limit on the time per output token.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp8 or fp4 (default bf16).")] = None,
@@ -255,16 +271,21 @@ def plan_(
     if purpose not in ("train", "serve"):
         raise ConfigError(f"--for {purpose} is not known; use train or serve")
     if purpose == "serve":
-        if report is not None:
-            raise ConfigError("--report shows a training plan; leave it out with --for serve")
+        _refuse("is of a training plan; leave it out with --for serve",
+                {"--report": report, "--seq": seq, "--global-batch": global_batch})  # fmt: skip
         ttft, tpot = (None if limit is None else limit / 1e3 for limit in (max_ttft_ms, max_tpot_ms))
-        load, target = Load(input_tokens, output_tokens, concurrency), Target(objective, ttft, tpot)
+        load = Load(input_tokens or 1024, output_tokens or 1024, concurrency or 16)
+        target = Target(objective or "throughput", ttft, tpot)
         served = make_serving_plan(model, cluster, layout, load, target, precision, top)
         if as_json:
             _print_json(served.to_json())
         else:
             print_serving(Console(), served)
         raise typer.Exit(0 if served.fits else 1)
+    _refuse("is of a serving plan; add --for serve or leave it out", {
+        "--input-tokens": input_tokens, "--output-tokens": output_tokens, "--concurrency": concurrency,
+        "--objective": objective, "--max-ttft-ms": max_ttft_ms, "--max-tpot-ms": max_tpot_ms,
+    })  # fmt: skip
     made = make_plan(model, cluster, layout, seq, global_batch, top, precision)
     if report is not None:
         write_report(report, made.plan, made.pricer)

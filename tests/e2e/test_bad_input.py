@@ -466,6 +466,9 @@ def test_generate_without_a_tokenizer(place: Path) -> None:
         ),  # it takes the next word
         (["verify", TINY, "--steps", "0"], r"'--steps': .* greater than or equal to 1; see shardwright verify --help"),
         (["verify", TINY, "--steps", "some"], r"'--steps': .* integer.*; see shardwright verify --help"),
+        (["verify", TINY, "--least", "3"], r"--least 3 is for --matrix; add --matrix or leave it out"),
+        (["verify", TINY, "--most-ranks", "4"], r"--most-ranks 4 is for --matrix; add --matrix or leave it out"),
+        (["verify", TINY, "--out", "x"], r"--out x is for --matrix or --mutate all"),
         (["verify", TINY, "--matrix", "--write-gradients", "x"], r"--write-gradients is for one layout; leave --matrix out"),
         (["verify", TINY, "--mutate", "drop-gradients"], r"mutation 'drop-gradients' is not known; did you mean '"),
         (["tokenize", "--out", "new"], r"missing argument 'SRC\.\.\.'; see shardwright tokenize --help"),

@@ -102,6 +102,8 @@ def test_counts_of_bench_model_by_hand() -> None:
     assert config.flops_per_token(256) == 6 * matrices + 6 * 8 * 512 * 256
     assert config.flops_per_token(256, convention="full") == 6 * matrices + 12 * 8 * 512 * 256
     assert config.flops_per_token(256, backward=False) == 2 * matrices + 2 * 8 * 512 * 256
+    table = 0 if config.tied_head else config.vocab_size * config.dim
+    assert config.flops_per_token(256, embedding=True) == 6 * (matrices + table) + 6 * 8 * 512 * 256
     assert config.kv_bytes_per_token() == 2 * 8 * 512 * 2
 
 
@@ -448,7 +450,7 @@ def test_clusters() -> None:
         ("h100-80gb:8", "not CHIP:NODESxGPUS"),
         ("h100-80gb:0x8", "at least 1"),
         ("h100-80gb:2x16", "fast links of H100-SXM5-80GB join 8"),
-        ("tpu-v4:2x8", "no bandwidth between nodes"),
+        ("tpu-v4:1024x8", "no bandwidth between nodes"),
         ("h10:2x8", "no chip 'h10'"),
     ],
 )

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.cluster import RELATIVES, Cluster, find_chip
+from shardwright.core.layout import Layout
+from shardwright.core.presets import preset
 from shardwright.errors import ConfigError
+from shardwright.plan.step_time import Pricer
 
 FILE = """
 chip = "h100-80gb"
@@ -59,6 +62,15 @@ def test_a_file_gives_levels_with_curves(tmp_path: Path) -> None:
     assert cluster.levels[1].efficiency_at(1e6) == 1
 
 
+def test_a_file_may_say_how_fast_storage_is(tmp_path: Path) -> None:
+    slow = Cluster.load(write(tmp_path, "storage_gb_s = 0.25\n" + FILE))
+    assert slow.storage_bandwidth == 0.25e9
+    assert Cluster.load(write(tmp_path, slow.to_toml())) == slow
+    assert Cluster.load(write(tmp_path, FILE)).storage_bandwidth == 1e9
+    with pytest.raises(ConfigError, match="storage_gb_s=0 must be above 0"):
+        Cluster.load(write(tmp_path, "storage_gb_s = 0\n" + FILE))
+
+
 def test_a_file_can_name_its_own_chip(tmp_path: Path) -> None:
     cluster = Cluster.load(write(tmp_path, CUSTOM))
     assert cluster.chip.peak("fp32") == 5e10
@@ -67,7 +79,34 @@ def test_a_file_can_name_its_own_chip(tmp_path: Path) -> None:
         cluster.chip.peak("bf16")
 
 
-@pytest.mark.parametrize("text", ["h100-80gb:8x8", "gb200:2x72", "v100-32gb:1x8", "tpu-v5p:1x8"])
+@pytest.mark.parametrize(
+    ("text", "levels"),
+    [
+        ("gb200:18x4", [("rack", 72, 900)]),
+        ("gb200:36x4", [("rack", 72, 900), ("inter", 144, 50)]),
+        ("gb200:2x4", [("rack", 8, 900)]),
+        ("gb200:1x4", [("intra", 4, 900)]),
+        ("gb200:2x72", [("intra", 72, 900), ("inter", 144, 50)]),
+        ("gb200:4x64", [("intra", 64, 900), ("inter", 256, 50)]),  # a rack holds one such node
+        ("h100:4x4", [("intra", 4, 450), ("inter", 16, 50)]),  # a board's links end at the node
+        ("tpu-v5e:64x4", [("rack", 256, 200)]),
+    ],
+)
+def test_a_rack_joins_nodes(text: str, levels: list[tuple[str, int, float]]) -> None:
+    cluster = Cluster.parse(text)
+    assert [(level.name, level.size, level.bandwidth / 1e9) for level in cluster.levels] == levels
+    assert cluster.fast_size == levels[0][1]
+
+
+def test_a_rack_is_as_fast_as_a_node() -> None:
+    """The same 72 GPUs as 18 trays and as one node."""
+    layout = Layout.parse("tp=8,dp=9,zero=1,precision=bf16,reduce_dtype=bf16,microbatches=4")
+    trays, node = (Pricer(preset("llama-3.1-70b"), Cluster.parse(text), 8192) for text in ("gb200:18x4", "gb200:1x72"))
+    assert trays.seconds(layout) == node.seconds(layout)
+    assert trays.price(layout).communication[0].link == "rack"
+
+
+@pytest.mark.parametrize("text", ["h100-80gb:8x8", "gb200:2x72", "gb200:36x4", "v100-32gb:1x8", "tpu-v5p:1x8"])
 def test_what_is_written_is_read_back(tmp_path: Path, text: str) -> None:
     cluster = Cluster.parse(text)
     measured = tuple(replace(level, efficiency=((1e3, 0.25), (1e6, 0.75))) for level in cluster.levels)

@@ -19,6 +19,7 @@ from shardwright.core.plan import GIB
 from shardwright.core.presets import preset
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.plan.command import load_model, make_plan, plan_layout
+from shardwright.plan.explain import in_words
 from shardwright.plan.report import html_report, write_report
 from shardwright.plan.search import default_global_batch, exhaustive, neighbours, price_with_neighbours, search
 from shardwright.plan.step_time import Pricer
@@ -79,6 +80,20 @@ def test_the_exhaustive_list_is_its_own(changes: dict[str, Any], batch: int) -> 
     assert best.layout.pp > 1
     assert best.layout.schedule not in ("1f1b", "interleaved")
     assert search(model, cluster, 4096, batch).step.seconds <= 1.02 * best.step.seconds
+
+
+def test_where_the_best_departs_from_the_sizing_sequence() -> None:
+    model, cluster = preset("llama-3.1-8b"), Cluster.parse("h100-80gb:1x8")
+    plan = search(model, cluster, 4096, 16)
+    usual = plan.sequence
+    assert usual is not None
+    assert usual.layout is not None
+    assert (usual.layout.tp, usual.layout.pp, usual.layout.cp) == (8, 1, 1)
+    pricer = Pricer(model, cluster, 4096)
+    assert usual.seconds == pricer.seconds(usual.layout)
+    (line,) = [line for line in in_words(plan, pricer) if "sizing sequence" in line]
+    assert "departs from it in tp=1" in line
+    assert f"{usual.seconds:.4g} s a step" in line
 
 
 def test_only_what_training_takes_is_answered() -> None:
@@ -223,6 +238,14 @@ def test_exit_code_and_report(capsys: pytest.CaptureFixture[str], monkeypatch: p
         (("tiny", "--cluster", "h100:1x8", "--layout", "tp=3,dp=2"), "tp=3 must divide"),
         (("tiny", "--cluster", "h100:1x8", "--layout", "dp=8", "--global-batch", "12"), "must divide the global batch"),
         (("tiny",), "Missing option '--cluster'|missing option"),
+        (("tiny", "--cluster", "h100:1x8", "--precision", "fp2"), "precision=fp2 is not known; use one of fp64, fp32, bf16"),
+        (("tiny", "--cluster", "h100:1x8", "--layout", "dp=8,precision=fp8", "--precision", "bf16"), "contradicts precision=fp8"),
+        (("tiny", "--cluster", "h100:1x8", "--max-tpot-ms", "5"), "--max-tpot-ms 5.0 is of a serving plan; add --for serve"),
+        (("tiny", "--cluster", "h100:1x8", "--objective", "latency"), "--objective latency is of a serving plan"),
+        (("tiny", "--cluster", "h100:1x8", "--concurrency", "4"), "--concurrency 4 is of a serving plan"),
+        (("tiny", "--cluster", "h100:1x8", "--for", "serve", "--seq", "64"), "--seq 64 is of a training plan; leave it out"),
+        (("tiny", "--cluster", "h100:1x8", "--for", "serve", "--global-batch", "8"), "--global-batch 8 is of a training plan"),
+        (("tiny", "--cluster", "h100:1x8", "--for", "serve", "--report", "x.html"), "--report x.html is of a training plan"),
     ],
 )
 def test_mistakes_get_one_line(

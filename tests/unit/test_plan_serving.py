@@ -16,6 +16,7 @@ from shardwright.errors import ConfigError, LayoutError
 from shardwright.plan.accuracy import assess
 from shardwright.plan.command import make_serving_plan
 from shardwright.plan.rows import Refused
+from shardwright.plan.serve_explain import serving_in_words
 from shardwright.plan.serve_search import Target, least_group
 from shardwright.plan.serving import Load, ServingPricer, fewest_gpus, touched_share
 from shardwright.plan.serving_rows import ServingCase, read_runs, saturated
@@ -158,6 +159,9 @@ def test_targets_choose_among_groups() -> None:
     assert limited.fits
     assert limited.price.times.tpot_seconds <= 0.012
     assert any("TPOT" in candidate.reason for candidate in limited.rejected)
+    assert limited.least is not None
+    assert limited.to_json()["serving"]["least_group"]["gpus"] == limited.least.layout.world_size <= 8
+    assert any(f"within the target are {limited.least.layout.world_size} (" in line for line in serving_in_words(limited))
     least = least_group(pricer("llama-3.1-70b", stack=stack_of("vllm-hopper")), LOAD, Target(tpot=0.03), "fp8")
     assert least is not None
     assert least.layout.world_size < 8
@@ -168,6 +172,12 @@ def test_experts_need_room() -> None:
     assert plan.price.layout.ep > 1 or plan.price.layout.tp == 8
     assert plan.price.tokens_per_expert == pytest.approx(16 * 8 / 256)
     assert any("no room" in candidate.reason for candidate in plan.rejected)
+
+
+@pytest.mark.parametrize("key", ["recompute=full", "micro_batch=2", "offload=optimizer", "zero=1", "cp=2"])
+def test_impossible_keys_of_a_serving_layout_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"tp, pp, dp and ep only, and a precision; leave {key} out"):
+        make_serving_plan("llama-3.1-8b", "h100-80gb:1x8", f"tp=2,{key}", LOAD, Target(), None, 1)
 
 
 @pytest.mark.parametrize(

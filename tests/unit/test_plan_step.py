@@ -213,3 +213,27 @@ def test_impossible_inputs_are_refused() -> None:
     moe = Pricer(preset("mixtral-8x7b"), Cluster.parse("h100:2x8"), 4096)
     with pytest.raises(LayoutError, match="ep=16 must divide the model's 8 experts"):
         moe.price(mixed("dp=16,ep=16"))
+
+
+def test_a_checkpoint_is_priced() -> None:
+    """Working parameters, masters and two moments, written once by all nodes; training waits for the copy alone."""
+    model, layout = preset("llama-3.1-70b"), mixed("tp=8,dp=8,zero=1")
+    cluster = replace(Cluster.parse("h100:8x8"), storage_bandwidth=2e9)
+    saved = Pricer(model, cluster, 8192, Stack(host_bandwidth=20e9)).price(layout).checkpoint
+    assert saved is not None
+    assert saved.bytes == model.num_parameters() * (2 + 12)
+    assert saved.write_seconds == pytest.approx(saved.bytes / (8 * 2e9))
+    assert saved.blocked_seconds == pytest.approx(saved.bytes / 64 / 20e9)
+    assert saved.blocked_share == pytest.approx(saved.blocked_seconds / saved.interval_seconds)
+    often = replace(saved, interval_seconds=saved.write_seconds)
+    assert often.blocked_share == pytest.approx(2 * saved.blocked_seconds / saved.write_seconds)  # the rest is late
+
+
+def test_mfu_by_three_conventions() -> None:
+    step = Pricer(preset("llama-3.1-8b"), Cluster.parse("h100:1x8"), 8192, Stack()).price(mixed("dp=8,zero=3")).step
+    model = preset("llama-3.1-8b")
+    for mfu, options in (
+        (step.mfu_full_attention, {"convention": "full"}),
+        (step.mfu_with_embedding, {"embedding": True}),
+    ):
+        assert mfu / step.mfu == pytest.approx(model.flops_per_token(8192, **options) / model.flops_per_token(8192))

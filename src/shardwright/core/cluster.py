@@ -6,9 +6,10 @@ A cluster is ``CHIP:NODESxGPUS``, or a TOML file (`Cluster.load`; units are in t
     chip = "h100-80gb"          # or a table [chip] with name, bf16_tflops, memory_gib, memory_gb_s, ...
     nodes = 8
     gpus_per_node = 8
+    storage_gb_s = 1.0          # to shared storage, per node; left out: 1
 
     [[levels]]                  # from the fastest links outwards; left out: the chip's own links
-    name = "intra"
+    name = "intra"              # "rack": fast links that join nodes
     size = 8                    # ranks that reach each other over these links
     gb_s = 450.0                # per direction and GPU
     latency_us = 10.0
@@ -24,7 +25,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -37,6 +38,14 @@ from shardwright.errors import ConfigError
 GB, TB, GIB = 1e9, 1e12, 2**30
 INTRA_LATENCY, INTER_LATENCY = 10e-6, 20e-6
 """Seconds per message inside a scale-up domain and between nodes: calculon's values for A100, a starting point."""
+
+BOARD = 8
+"""GPUs of the largest board whose links end at the node; a chip with a larger domain has links between nodes."""
+STORAGE = 1e9
+"""Bytes/s that a node writes to shared storage where nothing is known: Llama 3's 16,384 GPUs had 2 TB/s (Grattafiori et al.
+2024, section 3.3.1), about 1 GB/s for each of 2,000 nodes."""
+RACK = "rack"
+"""The level of fast links that join several nodes."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +109,27 @@ class LinkLevel:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of one chip. `levels` go from the fastest links outwards; a node is (part of) one scale-up domain."""
+    """Equal nodes of one chip. `levels` go from the fastest links outwards; a node is (part of) one scale-up domain.
+
+    A level named ``rack`` is of the same kind as the links inside a node, and the levels below it too. ``storage_bandwidth``:
+    bytes/s that each node writes to where checkpoints are.
+    """
 
     chip: Chip
     nodes: int
     gpus_per_node: int
     levels: tuple[LinkLevel, ...]
+    storage_bandwidth: float = STORAGE
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def fast_size(self) -> int:
+        """GPUs of the scale-up domain: a rack's where a level has that name, else those of the innermost level."""
+        rack = [level.size for level in self.levels if level.name == RACK]
+        return max(rack) if rack else self.levels[0].size if self.levels else 1
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
@@ -137,7 +157,8 @@ class Cluster:
 
     def to_toml(self) -> str:
         """The text of a cluster file that `load` reads back to an equal value."""
-        lines = [f"nodes = {self.nodes}", f"gpus_per_node = {self.gpus_per_node}", "", "[chip]"]
+        lines = [f"nodes = {self.nodes}", f"gpus_per_node = {self.gpus_per_node}"]
+        lines += [f"storage_gb_s = {self.storage_bandwidth / GB!r}", "", "[chip]"]
         for key, (field, unit) in _CHIP_KEYS.items():
             value = getattr(self.chip, field)
             if value is None or (field == "unconfirmed" and not value):
@@ -153,7 +174,11 @@ class Cluster:
 
     @classmethod
     def of(cls, chip: Chip, nodes: int, gpus_per_node: int) -> Cluster:
-        """A cluster with the chip's own links; raises `ConfigError` if they do not reach that far."""
+        """A cluster with the chip's own links; raises `ConfigError` if they do not reach that far.
+
+        Where the fast links join the boards of a rack (a domain of more GPUs than a board has), as many whole nodes as fit
+        are one level ``rack``, in place of the nodes': it is the same links.
+        """
         if nodes < 1 or gpus_per_node < 1:
             raise ConfigError(f"cluster of {nodes} nodes with {gpus_per_node} GPUs each; both must be at least 1")
         if gpus_per_node > chip.domain_size:
@@ -162,9 +187,12 @@ class Cluster:
                 f"write the same GPUs as nodes of at most {chip.domain_size}"
             )
         levels = []
-        if gpus_per_node > 1:
+        joined = min(nodes, chip.domain_size // gpus_per_node) if chip.domain_size > BOARD else 1
+        if joined > 1:
+            levels.append(LinkLevel(RACK, joined * gpus_per_node, chip.intra_bandwidth, INTRA_LATENCY))
+        elif gpus_per_node > 1:
             levels.append(LinkLevel("intra", gpus_per_node, chip.intra_bandwidth, INTRA_LATENCY))
-        if nodes > 1:
+        if nodes > joined:
             if chip.inter_bandwidth is None:
                 raise ConfigError(f"no bandwidth between nodes is known for {chip.name}; use one node")
             levels.append(LinkLevel("inter", nodes * gpus_per_node, chip.inter_bandwidth, INTER_LATENCY))
@@ -313,7 +341,7 @@ def _toml_value(value: Any, unit: float) -> str:
 
 
 def _from_toml(content: Mapping[str, Any], where: str) -> Cluster:
-    _known_keys(content, ("chip", "nodes", "gpus_per_node", "levels"), where)
+    _known_keys(content, ("chip", "nodes", "gpus_per_node", "storage_gb_s", "levels"), where)
     nodes, gpus = (_number(content, key, where, whole=True) for key in ("nodes", "gpus_per_node"))
     chip = content.get("chip")
     if isinstance(chip, str):
@@ -322,8 +350,11 @@ def _from_toml(content: Mapping[str, Any], where: str) -> Cluster:
         found = _chip_from_toml(chip, where)
     else:
         raise ConfigError(f'{where}: chip is missing; write chip = "h100-80gb" or a table [chip]')
+    storage = _number(content, "storage_gb_s", where) * GB if "storage_gb_s" in content else STORAGE
+    if storage <= 0:
+        raise ConfigError(f"{where}: storage_gb_s={content['storage_gb_s']} must be above 0; leave it out for 1")
     if "levels" not in content:
-        return Cluster.of(found, int(nodes), int(gpus))
+        return replace(Cluster.of(found, int(nodes), int(gpus)), storage_bandwidth=storage)
     if nodes < 1 or gpus < 1:
         raise ConfigError(f"{where}: {nodes} nodes with {gpus} GPUs each; both must be at least 1")
     levels = tuple(_level_from_toml(level, where) for level in content["levels"])
@@ -333,7 +364,7 @@ def _from_toml(content: Mapping[str, Any], where: str) -> Cluster:
         raise ConfigError(
             f"{where}: levels of {sizes} ranks must grow and the last must hold all {world}; list them from the fastest out"
         )
-    return Cluster(found, int(nodes), int(gpus), levels)
+    return Cluster(found, int(nodes), int(gpus), levels, storage)
 
 
 def _chip_from_toml(table: Mapping[str, Any], where: str) -> Chip:

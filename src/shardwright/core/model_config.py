@@ -380,19 +380,27 @@ class ModelConfig(_Shape):
     # -- work and memory per token -----------------------------------------------------------------
 
     def flops_per_token(
-        self, seq_len: int, *, convention: Literal["causal", "full"] = "causal", backward: bool = True
+        self,
+        seq_len: int,
+        *,
+        convention: Literal["causal", "full"] = "causal",
+        backward: bool = True,
+        embedding: bool = False,
     ) -> float:
         """Model FLOPs per token of a sequence of ``seq_len`` tokens; recomputation is never included.
 
         6 FLOPs per matmul parameter (2 without ``backward``; head included, embedding lookup not) plus attention. Each
         query meets ``seq_len`` keys in the convention "full" (Megatron's), half as many in "causal", which gives 12 or
         6 x L x N x H x seq_len. In a sliding layer of window w < seq_len it meets w keys, or w - w^2 / (2 seq_len).
+        ``embedding`` counts the look-up as if it were a product, as 6 N does with all parameters N (a tied table is the
+        head's product already).
         """
         if seq_len < 1:
             raise ModelConfigError(f"seq_len={seq_len} must be at least 1")
         per_key = self.num_heads * (self.head_dim + (self.mla.v_head_dim if self.mla else self.head_dim))
         keys = sum(self._mean_keys(layer, seq_len, convention) for layer in range(self.num_layers))
-        return (6 if backward else 2) * (self.matmul_parameters() + per_key * keys)
+        table = self.vocab_size * self.dim if embedding and not self.tied_head else 0
+        return (6 if backward else 2) * (self.matmul_parameters() + table + per_key * keys)
 
     def _mean_keys(self, layer: int, seq_len: int, convention: Literal["causal", "full"]) -> float:
         window = min(self.layer_window(layer) or seq_len, seq_len)

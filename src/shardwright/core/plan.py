@@ -76,7 +76,8 @@ class StepTime:
     """Seconds of one optimizer step and their parts, which add up; throughput and utilisation.
 
     ``mfu``: model FLOPs (``mfu_convention``) over the dense peak of ``mfu_precision``; ``mfu_full_attention`` counts the
-    whole square of scores, ``hfu`` the FLOPs that are computed, with recomputation.
+    whole square of scores, ``mfu_with_embedding`` the look-up as if it were a product (6 N with all parameters N), ``hfu`` the
+    FLOPs that are computed, with recomputation.
     """
 
     seconds: float
@@ -85,12 +86,35 @@ class StepTime:
     mfu_convention: str
     mfu_precision: str
     mfu_full_attention: float
+    mfu_with_embedding: float
     hfu: float
     compute_seconds: float
     bubble_seconds: float
     exposed_communication_seconds: float
     optimizer_seconds: float
     other_seconds: float
+
+
+@dataclass(frozen=True)
+class CheckpointTime:
+    """One checkpoint: bytes of parameters and optimizer state, seconds that training waits (the copy to host memory), seconds
+    of writing, which goes on beside training, and the seconds between two."""
+
+    bytes: int
+    blocked_seconds: float
+    write_seconds: float
+    interval_seconds: float
+
+    @property
+    def blocked_share(self) -> float:
+        """Of an interval, what training waits: the copy, and what of the writing is not done when the next is due."""
+        late = max(0.0, self.blocked_seconds + self.write_seconds - self.interval_seconds)
+        return (self.blocked_seconds + late) / self.interval_seconds
+
+    @property
+    def share_in_step(self) -> float:
+        """The same where training waits for the writing too."""
+        return (self.blocked_seconds + self.write_seconds) / self.interval_seconds
 
 
 @dataclass(frozen=True)
@@ -114,7 +138,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Plan:
     """One priced layout with its neighbours. ``memory`` is heaviest stage first; ``explored`` holds what a search priced,
-    with the device bytes of each."""
+    with the device bytes of each; ``sequence`` is the layout that the field's sizing sequence gives in place of a search."""
 
     model: ModelConfig
     layout: Layout
@@ -130,6 +154,8 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     rejected: tuple[Candidate, ...] = ()
     explored: tuple[Candidate, ...] = ()
+    checkpoint: CheckpointTime | None = None
+    sequence: Candidate | None = None
 
     @property
     def capacity(self) -> int:
@@ -172,6 +198,10 @@ class Plan:
             ],
             "pipeline": asdict(self.pipeline) | {"in_flight": list(self.pipeline.in_flight)},
             "step": step,
+            "checkpoint": None
+            if self.checkpoint is None
+            else asdict(self.checkpoint) | {"blocked_share": self.checkpoint.blocked_share},
+            "sizing_sequence": None if self.sequence is None else self.sequence.to_json(),
             "assumptions": list(self.assumptions),
             "dropped_terms": list(self.dropped_terms),
             "candidates": [candidate.to_json() for candidate in self.candidates],

@@ -22,6 +22,7 @@ from shardwright.plan.serving import Load, ServingPricer
 from shardwright.plan.stack import Fit, default_stack, fit_of, serving_stack
 from shardwright.plan.step_time import Pricer
 
+SERVING_KEYS = ("tp", "pp", "dp", "ep", "precision")
 SEARCH = "search"
 """In place of a layout: look for the best one."""
 DEFAULT_SEQ = 8192
@@ -48,6 +49,7 @@ class Given:
     frozen: tuple[str, ...] = ()
     optimizer: str = "adamw"
     loss_chunk: int = 0
+    save_every: int = 0
 
 
 def load_model(text: str) -> ModelConfig:
@@ -77,7 +79,7 @@ def load_given(text: str) -> Given:
     if isinstance(layout, Mapping):
         layout = str(run.layout)
     seq = run.data.seq_len if "data" in content else None
-    return Given(run.model, str(path), seq, layout, run.train.freeze, run.optim.name, run.train.loss_chunk)
+    return Given(run.model, str(path), seq, layout, run.train.freeze, run.optim.name, run.train.loss_chunk, run.train.save_every)
 
 
 def plan_layout(given: str | Mapping[str, str], cluster: Cluster, global_batch: int | None) -> Layout:
@@ -119,6 +121,7 @@ def make_plan(
     best where it has one.
     """
     given, machine = load_given(model), Cluster.load(cluster)
+    _check_precision(precision, layout)
     config = given.model
     length = seq or given.seq or min(config.max_positions, DEFAULT_SEQ)
     stack = default_stack(machine.chip)
@@ -138,10 +141,24 @@ def make_plan(
         wanted = precision or (layout_values(given.layout).get("precision") if given.layout else None)
         wanted = wanted or ("bf16" if machine.chip.bf16 or machine.chip.fp16 else "fp32")
         plan = search(config, machine, length, batch, precision=wanted, top=top, stack=stack, **training)
+    if given.save_every:
+        saved = pricer.checkpoint_time(plan.layout, given.save_every * plan.step.seconds)
+        plan = replace(plan, checkpoint=saved)
     fit = fit_of(stack.name) if stack.name != "default" else Fit("none")
     lines = (*notes, *assumptions(plan, stack, fit, given.optimizer))
     dropped = dropped_terms(plan) + (("train.loss_chunk: all logits are counted",) if given.loss_chunk else ())
     return Planned(replace(plan, assumptions=lines, dropped_terms=dropped), pricer)
+
+
+def _check_precision(precision: str | None, layout: str | None) -> None:
+    """Refuse one that is not known, or that the layout's text contradicts."""
+    if precision is None:
+        return
+    if precision not in OPERAND_BYTES:
+        raise ConfigError(f"precision={precision} is not known; use one of {', '.join(OPERAND_BYTES)}")
+    named = layout_values(layout).get("precision", precision) if layout not in (None, SEARCH) else precision
+    if named != precision:
+        raise ConfigError(f"--precision {precision} contradicts precision={named} in --layout; leave one of them out")
 
 
 def _wanted_layout(
@@ -154,9 +171,9 @@ def _wanted_layout(
     values = layout_values(given.layout or "")
     if global_batch is not None and "microbatches" not in named:
         values.pop("microbatches", None)
-    values |= named
     if precision is not None:
-        values.setdefault("precision", precision)
+        values["precision"] = precision
+    values |= named
     if given.seq is not None:  # a run's own defaults, not a plan's
         values.setdefault("precision", "fp32")
         values.setdefault("reduce_dtype", "fp32")
@@ -191,11 +208,17 @@ def make_serving_plan(
             f"{load.input_tokens} + {load.output_tokens} tokens are more than the {config.max_positions} positions of "
             f"{config.name}; shorten them"
         )
+    _check_precision(precision, layout)
     chosen = None
-    if layout is not None:
+    if layout is not None and layout != SEARCH:
         values = layout_values(layout)
         values.setdefault("precision", precision or "bf16")
         chosen = Layout.of(values)
+        if ignored := [key for key in values if key not in SERVING_KEYS]:
+            raise ConfigError(
+                f"layout: a serving group has tp, pp, dp and ep only, and a precision; leave {ignored[0]}="
+                f"{values[ignored[0]]} out"
+            )
     wanted = chosen.precision if chosen is not None else precision or "bf16"
     if wanted not in OPERAND_BYTES:
         raise ConfigError(f"precision={wanted} is not known; use one of {', '.join(OPERAND_BYTES)}")

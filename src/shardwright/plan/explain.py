@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.plan import GIB, Candidate, Plan
+from shardwright.core.layout import Layout
+from shardwright.core.plan import GIB, Candidate, CheckpointTime, Plan
 from shardwright.plan.stack import Fit, Stack
 from shardwright.plan.step_time import Pricer
 
@@ -51,7 +52,7 @@ def assumptions(plan: Plan, stack: Stack, fit: Fit, optimizer: str = "adamw") ->
 
 def dropped_terms(plan: Plan) -> tuple[str, ...]:
     """What the numbers leave out."""
-    lines = ["data loading, logging, checkpoints and stragglers", "the token count's and the metrics' small messages"]
+    lines = ["data loading, logging and stragglers", "the token count's and the metrics' small messages"]
     if plan.layout.tp > 1:
         lines.append("reductions of norm weights over tp")
     if plan.layout.offload != "none":
@@ -85,10 +86,44 @@ def in_words(plan: Plan, pricer: Pricer) -> Iterator[str]:
             f"The message that is waited for most is the {worst.verb} of {worst.tensor} over {worst.axis} on {worst.link} "
             f"links: {worst.exposed_seconds:.3g} s a step."
         )
+    if plan.checkpoint is not None:
+        yield _checkpoint_in_words(plan, plan.checkpoint)
+    if plan.sequence is not None:
+        yield _sequence_in_words(plan, plan.sequence)
     for level in plan.cluster.levels:
         slow = pricer.with_cluster(_with_level(plan.cluster, level.name, 0.5)).price(plan.layout)
         change = slow.step.seconds / step.seconds - 1
         yield f"With half the bandwidth of the {level.name} links a step takes {change:.1%} longer."
+
+
+def _checkpoint_in_words(plan: Plan, saved: CheckpointTime) -> str:
+    """What saving costs at the plan's interval."""
+    return (
+        f"A checkpoint of {saved.bytes / 1e9:,.4g} GB is written in {saved.write_seconds:.3g} s at "
+        f"{plan.cluster.storage_bandwidth / 1e9:.3g} GB/s a node; with one every {saved.interval_seconds:.4g} s, copying it to "
+        f"host memory takes {saved.blocked_share:.2%} of the time, {saved.share_in_step:.2%} where training waits for all of it."
+    )
+
+
+_SEQUENCE = "tensor degree inside the fast domain, then pipeline, then data with sharding"
+
+
+def _sequence_in_words(plan: Plan, usual: Candidate) -> str:
+    """Where the best layout departs from what the field's sizing sequence gives."""
+    if usual.layout is None or usual.seconds is None:
+        return f"The sizing sequence of the field ({_SEQUENCE}) gives no layout: {usual.reason}."
+    differs = [
+        f"{field.name}={getattr(plan.layout, field.name)}"
+        for field in fields(Layout)
+        if getattr(plan.layout, field.name) != getattr(usual.layout, field.name)
+    ]
+    if not differs:
+        return f"The best layout is the one that the sizing sequence of the field gives ({_SEQUENCE})."
+    gain = usual.seconds / plan.step.seconds - 1
+    return (
+        f"The sizing sequence of the field ({_SEQUENCE}) gives {usual.layout}: {usual.seconds:.4g} s a step, {gain:.1%} more "
+        f"than the best, which departs from it in {', '.join(differs)}."
+    )
 
 
 def _with_level(cluster: Cluster, name: str, factor: float) -> Cluster:
@@ -150,7 +185,8 @@ def time_table(plan: Plan) -> Table:
             shown.add_row(name, f"{seconds:.4g}", f"{seconds / step.seconds:.1%}")
     shown.caption = (
         f"{step.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {step.mfu:.1%} of {step.mfu_precision} (causal; "
-        f"{step.mfu_full_attention:.1%} with full attention), HFU {step.hfu:.1%}, bubble {plan.pipeline.bubble_fraction:.1%}"
+        f"{step.mfu_full_attention:.1%} with full attention, {step.mfu_with_embedding:.1%} with the embedding), "
+        f"HFU {step.hfu:.1%}, bubble {plan.pipeline.bubble_fraction:.1%}"
     )
     return shown
 

@@ -24,7 +24,7 @@ from functools import lru_cache
 from math import ceil, log2
 
 from shardwright.core.axes import COMPOSITE_AXES, ORDERS, RankGrid
-from shardwright.core.cluster import Cluster, LinkLevel
+from shardwright.core.cluster import RACK, Cluster, LinkLevel
 from shardwright.plan.stack import Stack
 
 CHUNKS = 8
@@ -108,7 +108,8 @@ class Network:
     def __init__(self, cluster: Cluster, stack: Stack) -> None:
         self.levels = cluster.levels
         self.sizes = tuple(level.size for level in cluster.levels)
-        shares = [stack.intra if level.size <= cluster.gpus_per_node else stack.inter for level in cluster.levels]
+        fast = [cluster.gpus_per_node, *(level.size for level in cluster.levels if level.name == RACK)]
+        shares = [stack.intra if level.size <= max(fast) else stack.inter for level in cluster.levels]
         self._share = shares
         self._latency = stack.latency
 

@@ -111,7 +111,13 @@ def search(
     best = plans[0]
     candidates = tuple(Candidate(p.layout, p.step.seconds, p.memory[0].total) for p in plans[:top])
     explored = tuple(Candidate(one.layout, one.seconds, one.need) for one in priced[:MOST_EXPLORED])
-    return replace(best, candidates=candidates, rejected=_rejected(pricer, rejections), explored=explored)
+    return replace(
+        best,
+        candidates=candidates,
+        rejected=_rejected(pricer, rejections),
+        explored=explored,
+        sequence=_sizing_sequence(pricer, priced),
+    )
 
 
 def exhaustive(pricer: Pricer, batch: int, precision: str = "bf16") -> Plan:
@@ -177,7 +183,7 @@ def _degrees(pricer: Pricer, batch: int, precision: str, rejections: Rejections)
     """Layouts that use every GPU, before memory is looked at."""
     model, cluster = pricer.model, pricer.cluster
     world = cluster.world_size
-    fast = cluster.levels[0].size if cluster.levels else 1
+    fast = cluster.fast_size
     for tp in _divisors(world):
         reason = _tensor_reason(model, tp, fast)
         if reason:
@@ -332,6 +338,18 @@ class Shortlist:
         for item in found:
             heappush(self._queue, item)
         return [layout for _, _, _, layout, _ in found]
+
+
+def _sizing_sequence(pricer: Pricer, priced: Sequence[Priced]) -> Candidate:
+    """What the field's sequence gives: the largest tensor degree of the fast domain, the fewest pipeline stages with which a
+    layout fits, data parallelism with sharding for the rest; 1F1B or interleaved stages, no context parallelism."""
+    tensor = max(one.layout.tp for one in priced)
+    fitting = [one for one in priced if one.layout.tp == tensor and one.layout.cp == 1]
+    if not fitting:
+        return Candidate(None, reason=f"none with tp={tensor} and whole sequences on a rank fits")
+    stages = min(one.layout.pp for one in fitting)
+    layout = next(one.layout for one in fitting if one.layout.pp == stages)  # the fastest of them: priced is sorted
+    return Candidate(layout, pricer.seconds(layout), pricer.peak_bytes(layout))
 
 
 def _refined(pricer: Pricer, layouts: Sequence[Layout]) -> list[Plan]:

@@ -76,6 +76,14 @@ def serving_in_words(plan: ServingPlan) -> Iterator[str]:
     if price.tokens_per_expert is not None:
         yield f"An expert sees {price.tokens_per_expert:.2g} rows a step: with few rows its products are bound by memory."
     yield f"The weights need at least {plan.least_gpus} GPUs of this kind."
+    if plan.least is None:
+        yield f"No group of the cluster's {plan.cluster.world_size} GPUs or fewer serves the load within the target."
+    else:
+        least = plan.least
+        yield (
+            f"The fewest GPUs that serve the load within the target are {least.layout.world_size} ({least.layout}): TTFT "
+            f"{1e3 * least.times.ttft_seconds:.0f} ms, TPOT {1e3 * least.times.tpot_seconds:.2f} ms."
+        )
 
 
 def print_serving(console: Console, plan: ServingPlan) -> None:

@@ -67,6 +67,8 @@ class ServingPlan:
     dropped_terms: tuple[str, ...] = ()
     candidates: tuple[ServingPrice, ...] = ()
     rejected: tuple[Candidate, ...] = ()
+    least: ServingPrice | None = None
+    """The group of the fewest GPUs of the cluster that serve the load within the target."""
 
     @property
     def fits(self) -> bool:
@@ -117,7 +119,12 @@ class ServingPlan:
                 "mfu": None,
                 "mfu_convention": "a decode step is bound by memory: no MFU",
             },
-            "serving": self.serving(price),
+            "serving": self.serving(price)
+            | {
+                "least_group": None
+                if self.least is None
+                else {"gpus": self.least.layout.world_size, "layout": str(self.least.layout), **self.serving(self.least)}
+            },
             "assumptions": list(self.assumptions),
             "dropped_terms": list(self.dropped_terms),
             "candidates": [{"layout": str(other.layout), **self.serving(other)} for other in self.candidates],
@@ -182,6 +189,7 @@ def plan_serving(
         tuple(pricer.messages(best.layout, best.times.running / best.layout.dp / best.layout.pp)),
         fewest_gpus(pricer.model, pricer.cluster, best.layout.precision),
         _assumptions(pricer, best, load, fit), _dropped(), tuple(priced[:top]), tuple(rejected),
+        least_group(pricer, load, target, best.layout.precision),
     )  # fmt: skip
 
 
@@ -206,7 +214,7 @@ def least_group(pricer: ServingPricer, load: Load, target: Target, precision: st
 
 def _layouts(pricer: ServingPricer, precision: str) -> list[Layout]:
     model, world = pricer.model, pricer.cluster.world_size
-    fast = pricer.cluster.levels[0].size if pricer.cluster.levels else 1
+    fast = pricer.cluster.fast_size
     found = []
     for tp in (k for k in range(1, min(fast, world) + 1) if world % k == 0 and model.num_heads % k == 0):
         for pp in (k for k in (1, 2, 4, 8, 16) if world % (tp * k) == 0 and k <= model.num_layers):

@@ -16,7 +16,7 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.model_config import ModelConfig
-from shardwright.core.plan import GIB, Margin, PipelineSummary, Plan, StageMemory, StepTime
+from shardwright.core.plan import GIB, CheckpointTime, Margin, PipelineSummary, Plan, StageMemory, StepTime
 from shardwright.core.specs import TIED, check_frozen, parameter_specs
 from shardwright.errors import LayoutError, ModelConfigError
 from shardwright.plan.compute import (
@@ -30,7 +30,7 @@ from shardwright.plan.compute import (
     layer_cost,
     optimizer_seconds,
 )
-from shardwright.plan.memory import MemoryModel, in_flight, shard_ranks
+from shardwright.plan.memory import PARAMETER_BYTES, MemoryModel, in_flight, optimizer_bytes, shard_ranks
 from shardwright.plan.network import Network
 from shardwright.plan.overlap import hidden
 from shardwright.plan.pipeline import StageTimes, makespan, run_rows
@@ -50,6 +50,8 @@ from shardwright.schedule.simulate import Timeline
 CONVENTION = "model FLOPs, causal attention (half of the square), head counted, embedding look-up and recomputation not"
 HOST_BYTES_PER_PARAMETER = 28
 """Traffic of Adam on the host: as on the device less the working copy's write."""
+CHECKPOINT_SECONDS = 1800.0
+"""Between two checkpoints where a run does not say it."""
 HOST_MEMORY_GB_S = 25e9
 """Bytes/s of host memory for one of a node's GPUs, an assumption."""
 
@@ -111,6 +113,7 @@ class Pricer:
         self.margin = Margin(int(self.stack.reserve_gib * GIB), self.stack.reserve_share)
         self._flops_causal = model.flops_per_token(seq, convention="causal")
         self._flops_full = model.flops_per_token(seq, convention="full")
+        self._flops_embedding = model.flops_per_token(seq, embedding=True)
 
     def with_stack(self, stack: Stack) -> Pricer:
         """The same model and cluster under another stack; what no stack changes is shared."""
@@ -330,7 +333,21 @@ class Pricer:
             pipeline=pipeline,
             step=step,
             margin=self.margin,
+            checkpoint=self.checkpoint_time(layout),
         )
+
+    def checkpoint_time(self, layout: Layout, interval: float = CHECKPOINT_SECONDS) -> CheckpointTime:
+        """A checkpoint every ``interval`` seconds, each byte written once: parameters, master copies and moments.
+
+        Every rank copies its part to host memory, then all nodes write beside training.
+        """
+        (units,) = self.units_of_ranks(Layout())
+        held, trained = self.table.of_rank(units, 1, 1).total, self.table.trained_of_rank(units, 1, 1).total
+        total = held * PARAMETER_BYTES.get(layout.precision, 2)
+        total += int(trained * optimizer_bytes(layout.precision, self.stack, self.moments))
+        nodes = min(self.cluster.nodes, -(-layout.world_size // self.cluster.gpus_per_node))
+        copied = total / layout.world_size / self.stack.host_bandwidth
+        return CheckpointTime(total, copied, total / (nodes * self.cluster.storage_bandwidth), interval)
 
     def timeline(self, layout: Layout, most: int) -> Timeline:
         """The pipeline's rows on the clock, with at most ``most`` micro-batches (a multiple of pp where there are more)."""
@@ -428,6 +445,7 @@ class Pricer:
             mfu_convention=CONVENTION,
             mfu_precision=layout.precision,
             mfu_full_attention=self._flops_full * tokens / peak,
+            mfu_with_embedding=self._flops_embedding * tokens / peak,
             hfu=computed / peak,
             compute_seconds=compute,
             bubble_seconds=max(0.0, bubble),
