@@ -30,7 +30,7 @@ from shardwright.plan.compute import (
     layer_kind,
     optimizer_seconds,
 )
-from shardwright.plan.memory import MemoryModel, in_flight, shard_ranks
+from shardwright.plan.memory import MemoryModel, by_rows, in_flight, shard_ranks
 from shardwright.plan.network import Network
 from shardwright.plan.overlap import hidden
 from shardwright.plan.pipeline import StageTimes, makespan, run_rows
@@ -144,7 +144,7 @@ class Pricer:
         return tuple(sorted(found, key=lambda stage: -stage.total))
 
     def peak_bytes(self, layout: Layout, *, walk: bool = True) -> float:
-        """What the fullest device shows as used. Of ranks with the same units the first holds most micro-batches.
+        """What the fullest device shows as used. Of ranks with the same units the first holds most, unless the rows decide.
 
         Without ``walk`` a lower bound, sooner: what ZeRO gathers and reduces is left out.
         """
@@ -152,7 +152,8 @@ class Pricer:
         first: dict[RankUnits, int] = {}
         for rank, units in enumerate(self.units_of_ranks(layout)):
             first.setdefault(units, rank)
-        peak = max(self.memory.stage(layout, rank, units, shape, walk=walk).total for units, rank in first.items())
+        ranks = enumerate(self.units_of_ranks(layout)) if by_rows(layout) else ((rank, units) for units, rank in first.items())
+        peak = max(self.memory.stage(layout, rank, units, shape, walk=walk).total for rank, units in ranks)
         return self.margin.device_bytes(peak)
 
     # -- units -------------------------------------------------------------------------------------
