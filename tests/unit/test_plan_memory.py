@@ -361,3 +361,5 @@ def test_a_schedule_from_a_file_holds_what_its_rows_hold(tmp_path: Path) -> None
                 mine, its = (memory.stage(one, rank, units, Shape.of(one, 8192)) for one in (given, read))
                 assert its.activations == pytest.approx(mine.activations, rel=1e-9), (name, recompute, rank)
                 assert in_flight(read, rank) == in_flight(given, rank)
+                waits = [memory.waiting_bytes(one, rank, units, Shape.of(one, 8192)) for one in (given, read)]
+                assert waits[0] == waits[1] and (waits[0] > 0) == (name == "zb_h1")

@@ -275,6 +275,11 @@ def in_flight(layout: Layout, rank: int) -> float:
     return float(min(p, m))
 
 
+def by_rows(layout: Layout) -> bool:
+    """Whether what a rank holds, and when, is read off the schedule's rows: where B and W are apart, or a file says."""
+    return layout.schedule.startswith("file:") or (layout.pp > 1 and layout.schedule in SPLIT)
+
+
 # -- one rank --------------------------------------------------------------------------------------
 
 
@@ -364,7 +369,7 @@ class MemoryModel:
         hidden = size * shape.tokens * model.dim / shape.split
         if units.embedding and model.dropout > 0:
             one["embedding"] = shape.tokens * model.dim / shape.split
-        if layout.schedule.startswith("file:") or (layout.pp > 1 and layout.schedule in SPLIT):
+        if by_rows(layout):
             whole = sum(one.values())
             peak = self._peak_of_rows(layout, rank, units, shape, whole, recomputed)
             flying, recomputed = peak.saved / whole if whole else 0.0, peak.working
@@ -404,7 +409,7 @@ class MemoryModel:
 
     def waiting_bytes(self, layout: Layout, rank: int, units: RankUnits, shape: Shape) -> float:
         """The most that weight gradients hold between B and W on one GPU of pipeline rank ``rank``; 0 where B has its W."""
-        if layout.pp == 1 or layout.schedule not in SPLIT:
+        if not by_rows(layout):
             return 0.0
         return self._peak_of_rows(layout, rank, units, shape, 0.0, 0.0).waiting
 

@@ -30,7 +30,7 @@ from shardwright.plan.compute import (
     layer_cost,
     optimizer_seconds,
 )
-from shardwright.plan.memory import PARAMETER_BYTES, MemoryModel, in_flight, optimizer_bytes, shard_ranks
+from shardwright.plan.memory import PARAMETER_BYTES, MemoryModel, by_rows, in_flight, optimizer_bytes, shard_ranks
 from shardwright.plan.network import Network
 from shardwright.plan.overlap import hidden
 from shardwright.plan.pipeline import StageTimes, makespan, run_rows
@@ -166,7 +166,7 @@ class Pricer:
         return tuple(sorted(found, key=lambda stage: -stage.total))
 
     def peak_bytes(self, layout: Layout, *, walk: bool = True) -> float:
-        """What the fullest device shows as used. Of ranks with the same units the first holds most micro-batches.
+        """What the fullest device shows as used. Of ranks with the same units the first holds most, unless the rows decide.
 
         Without ``walk`` a lower bound, sooner: what ZeRO gathers and reduces is left out.
         """
@@ -174,7 +174,9 @@ class Pricer:
         first: dict[tuple[RankUnits, str], int] = {}
         for rank, units in enumerate(self.units_of_ranks(layout)):
             first.setdefault((units, layout.recompute_on(rank)), rank)
-        peak = max(self.memory.stage(layout, rank, units, shape, walk=walk).total for (units, _), rank in first.items())
+        alike = ((rank, units) for (units, _), rank in first.items())
+        ranks = enumerate(self.units_of_ranks(layout)) if by_rows(layout) else alike
+        peak = max(self.memory.stage(layout, rank, units, shape, walk=walk).total for rank, units in ranks)
         return self.margin.device_bytes(peak)
 
     # -- units -------------------------------------------------------------------------------------
