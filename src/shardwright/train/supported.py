@@ -25,6 +25,7 @@ def check_supported(config: RunConfig) -> None:
             "train.attention out"
         )
     layout.check_switches()
+    _check_compiled_schedule(config)
     if layout.precision not in DTYPES:
         raise LayoutError(f"precision={layout.precision} can be planned but not trained; use fp32, bf16 or fp64")
     for axis in ("tp", "cp"):
@@ -33,7 +34,6 @@ def check_supported(config: RunConfig) -> None:
                 f"train.compile=true with {axis}={layout.grid.degree(axis)}: a block's collectives cannot be compiled; "
                 f"use {axis}=1 or leave compile out"
             )
-    _check_compiled_schedule(config)
     _check_windows(config)
     if config.model.tied_head and layout.schedule.startswith("file:"):
         place = make_schedule(layout).placement
