@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ranks.kit import run_ranks
-from shardwright.comm.base import Comm
+from shardwright.comm.base import Comm, Work
 from shardwright.comm.dist import DistComm, dist_comm
 from shardwright.comm.dry import DryComm
 from shardwright.comm.mesh import MESH_AXES, Mesh
@@ -132,6 +133,14 @@ def test_the_uneven_exchange_has_empty_pieces() -> None:
 # -- asynchronous verbs, control traffic, lost peers -----------------------------------------------
 
 
+def known_to_be_over(work: Work) -> bool:
+    """Whether a reduction says so by itself, without a wait."""
+    limit = time.monotonic() + 10
+    while not work.done and time.monotonic() < limit:
+        time.sleep(0.001)
+    return work.done
+
+
 def start_and_wait(env: RankEnv) -> dict[str, Any]:
     comm = dist_comm("dp", [tuple(range(env.world_size))], 30.0)
     tensors = [torch.full((1000,), float(env.rank + i)) for i in range(4)]
@@ -141,12 +150,21 @@ def start_and_wait(env: RankEnv) -> dict[str, Any]:
         work.on_done(event.set)
     for work in reversed(works):
         work.wait()
+    sums = [tensor[0].item() for tensor in tensors]
     piece, whole = torch.empty(2), torch.empty(2 * comm.size)
     comm.reduce_scatter_start(piece, torch.arange(2.0 * comm.size), name="piece").wait()
     comm.all_gather_start(whole, piece, name="whole").wait()
+    untold = [
+        comm.all_reduce_start(tensors[0], name="told"),
+        comm.reduce_scatter_start(piece.clone(), torch.arange(2.0 * comm.size), name="told"),
+    ]
+    told = [known_to_be_over(work) for work in untold]
+    for work in untold:
+        work.wait()
     comm.barrier()
     return {
-        "sums": [tensor[0].item() for tensor in tensors],
+        "sums": sums,
+        "told": told,
         "called back": [event.wait(5) for event in done],
         "whole": whole,
         "objects": comm.gather_objects({"rank": env.rank, "text": "é" * env.rank}),
@@ -158,6 +176,7 @@ def test_verbs_in_flight_and_control_traffic() -> None:
     for result in run_ranks(start_and_wait, 3):
         assert result["sums"] == [3.0, 6.0, 9.0, 12.0]
         assert result["called back"] == [True] * 4
+        assert result["told"] == [True] * 2
         assert torch.equal(result["whole"], 3 * torch.arange(6.0))
         assert result["objects"] == [{"rank": r, "text": "é" * r} for r in range(3)]
         assert result["empty"] == (7,)

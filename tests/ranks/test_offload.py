@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,13 @@ from ranks.kit import TESTS, run_ranks
 from ranks.runs import Judge, Run, make_config, red, trace_runs, write_documents
 from shardwright.comm.base import Comm, ReduceOp, Work
 from shardwright.comm.mesh import Mesh
+from shardwright.comm.solo import SoloComm
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.launch import RankEnv
 from shardwright.ops.gradients import slot_of
+from shardwright.parallel.data import MOST_IN_FLIGHT
+from shardwright.parallel.hooks import AllReduce
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.step import Trainer
 from shardwright.verify.memory import memory_differences
@@ -248,6 +252,76 @@ def test_offload_changes_no_bit_whenever_reductions_end(folder: str, data: Prepa
 def test_every_rank_skips_a_step_whose_gradients_are_not_finite(folder: str, data: PreparedData) -> None:
     for rank in run_ranks(infinite, 4, folder, data, time_limit=120.0):
         assert rank == [(True, True)] * 3
+
+
+# ------------------------------------------------------------------------------------------ when gradients are copied out
+
+
+class Told(Work):
+    """Over when it is said to be."""
+
+    over = False
+
+    @property
+    def done(self) -> bool:
+        return self.over
+
+
+class Lagging(AllReduce):
+    """On one rank: a reduction is over when ``lag`` more have been started (None: when it is waited for)."""
+
+    def __init__(self, lag: int | None) -> None:
+        super().__init__()
+        self.lag = lag
+        self.works: list[Told] = []
+
+    def start(self, gradients: Tensor, comms: Sequence[Comm], name: str) -> Work:
+        self.works.append(Told())
+        if self.lag is not None and len(self.works) > self.lag:
+            self.works[-1 - self.lag].over = True
+        return self.works[-1]
+
+    def scatter(self, gradients: Tensor, shard: Tensor, comm: Comm, name: str) -> Work:
+        shard.copy_(gradients)
+        return self.start(shard, [comm], name)
+
+
+def copies(config: RunConfig, data: PreparedData, lag: int | None) -> tuple[list[str], list[str], Trainer]:
+    """Buckets that are copied out while backward runs; all that are; the trainer after a step."""
+    trainer = Trainer(config, Mesh(config.layout, 0, lambda axis, groups: SoloComm(axis)), hook=Lagging(lag))
+    copied: list[str] = []
+    during: list[str] = []
+    copy_out, finish = trainer.buckets.storage.copy_out, trainer.buckets.finish
+
+    def noted(host: Tensor, tensor: Tensor, name: str, *, add: bool = False) -> None:
+        copied.append(name)
+        copy_out(host, tensor, name, add=add)
+
+    def finished() -> Any:
+        during.extend(copied)
+        return finish()
+
+    trainer.buckets.storage.copy_out = noted  # type: ignore[method-assign]
+    trainer.buckets.finish = finished  # type: ignore[method-assign]
+    trainer.step(train_sampler(config, data, 0).batches(0), 0)
+    return during, copied, trainer
+
+
+@pytest.mark.parametrize("layout", [
+    f"{OUT},{SMALL}", f"zero=1,{OUT},{SMALL}", f"zero=2,{OUT},{SMALL}", f"zero=3,{OUT},microbatches=2,accumulate=reduce",
+])  # fmt: skip
+def test_gradients_are_copied_out_in_order_when_their_reduction_is_over(layout: str, folder: str, data: PreparedData) -> None:
+    config = make_config(folder, LLAMA, layout, ADAMW)
+    _, late, reference = copies(config, data, None)
+    peak = reference.buckets.storage.peak
+    assert len(late) > 4
+    for lag in (0, 1, 3):
+        during, copied, trainer = copies(config, data, lag)
+        behind = min(lag, MOST_IN_FLIGHT) if config.layout.zero >= 2 else lag
+        assert copied == late and during == late[: len(late) - behind]
+        assert trainer.buckets.storage.peak == peak  # no byte is held longer, or shorter
+        for name, value in reference.named_parameters().items():
+            assert torch.equal(trainer.named_parameters()[name], value), name
 
 
 # ------------------------------------------------------------------------------------------ the GPU's script

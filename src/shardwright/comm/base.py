@@ -25,7 +25,7 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether the result is known to be there; False where only `wait` can tell."""
+        """Whether `wait` is known to return without waiting for a peer; False where only `wait` can tell."""
         return True
 
     def on_done(self, callback: Callable[[], None]) -> None:

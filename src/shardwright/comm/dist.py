@@ -27,15 +27,15 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp
 
 
 class DistWork(Work):
-    """A ``torch.distributed`` work object with the verb's name for its errors."""
+    """A ``torch.distributed`` work object with the verb's name for its errors. ``tells``: it knows when it is over."""
 
-    def __init__(self, work: dist.Work, what: str) -> None:
-        self._work, self._what, self._done = work, what, False
+    def __init__(self, work: dist.Work, what: str, *, tells: bool = False) -> None:
+        self._work, self._what, self._tells, self._done = work, what, tells, False
         self._when_waited: list[Callable[[], None]] = []
 
     @property
     def done(self) -> bool:
-        return self._done  # gloo tells of a send or a receive in no other way than by wait
+        return self._done or (self._tells and self._work.is_completed())  # gloo's sends and receives tell by wait alone
 
     def wait(self) -> None:
         if self._done:  # a second wait for one of gloo's sends would wait for another send
@@ -66,7 +66,7 @@ class _SumOfRows(Work):
 
     @property
     def done(self) -> bool:
-        return self._waited
+        return self._waited or self._work.done
 
     def wait(self) -> None:
         if self._waited:
@@ -168,7 +168,7 @@ class DistComm(Comm):
 
     def _started(self, verb: str, name: str, work: dist.Work | None) -> Work:
         assert work is not None, f"{verb} of {name!r}: this rank is not in the group of {self.axis}"
-        return DistWork(work, f"{verb} of {name!r} over {self.axis}")
+        return DistWork(work, f"{verb} of {name!r} over {self.axis}", tells=True)
 
 
 def make_groups(groups: Sequence[tuple[int, ...]], timeout_s: float) -> dist.ProcessGroup | None:

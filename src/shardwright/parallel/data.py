@@ -9,7 +9,8 @@ and 2 as much: one **reduce-scatter** of the gradients, one **all-gather** of th
 
 Life of a bucket: *ready* when the last W of the last unit that uses it is done, *launched* in the same order on every
 rank (so a ready bucket may wait for an earlier one), *waited for* before the update. What a rank waits for is the
-exposed tail. Gradients are sums (decision 5): the loss was divided by the tokens of the whole batch beforehand.
+exposed tail. With offload its sum is copied out before: when a unit is done and the reduction is over. Gradients are sums
+(decision 5): the loss was divided by the tokens of the whole batch beforehand.
 
 A bucket that is sharded is padded with zeros to N equal shards; which parameters a shard cuts through makes no
 difference, since the optimizer works on flat ranges. The stages differ in what stays between uses of a bucket and in
@@ -64,6 +65,8 @@ class Launch:
     windows: list[StorageWindow] = field(default_factory=list)
     end: float = 0.0
     waited: float = 0.0
+    kept: bool = False
+    """Whether the sum is where gradients are kept; what it took is held until the launch is ``done``."""
     done: bool = False
 
 
@@ -166,6 +169,7 @@ class GradientBuckets:
         self._ready: list[float | None] = [None] * len(self.buckets)
         self._launched: list[Launch] = []
         self._in_flight: deque[Launch] = deque()
+        self._num_kept = 0
         self._origin = time.perf_counter()
 
     def unit_done(self, unit: str) -> None:
@@ -179,6 +183,17 @@ class GradientBuckets:
             if self._ready[index] is None and min(written.values(), default=0) >= self.num_reductions:
                 self._ready[index] = self._now()
         self._launch_ready()
+        if self.storage.hosts_state:
+            self._copy_out()
+
+    def _copy_out(self) -> None:
+        """Copy to the host what reductions that are over by now have brought, in the order of their launches.
+
+        What they took is given up where it would be anyway, so that the memory of a step does not depend on its timing.
+        """
+        with self.mesh.recorder.phase("reduce"):
+            while self._num_kept < len(self._launched) and self._launched[self._num_kept].work.done:
+                self._keep(self._launched[self._num_kept])
 
     def _launch_ready(self) -> None:
         if self.zero <= 1:
@@ -276,18 +291,26 @@ class GradientBuckets:
         """Return when a reduction is done: its shard is where gradients are kept (added to earlier ones), its buffer free."""
         if launch.done:
             return
-        before, bucket = self._now(), self.buckets[launch.index]
+        before = self._now()
+        if not launch.kept:
+            self._keep(launch)
+        for window in launch.windows:
+            self.storage.close(window)
+        launch.part, launch.buffer, launch.done = None, None, True
+        launch.waited = self._now() - before
+
+    def _keep(self, launch: Launch) -> None:
+        """Wait for a reduction, the first that is not kept yet, and put its sum where gradients are kept."""
+        bucket = self.buckets[launch.index]
         launch.work.wait()
         if launch.part is not None:
             bucket.keep(launch.part, add=launch.add)
         elif bucket.hosted and (self.whole_gradients or not bucket.comms):
             bucket.keep(bucket.gradients, add=False)
-        for window in launch.windows:
-            self.storage.close(window)
-        launch.part, launch.buffer, launch.done = None, None, True
         launch.work = Work()  # the transport's own would keep what it sent and received
         now = self._now()
-        launch.end, launch.waited = min(launch.end or now, now), now - before
+        launch.end, launch.kept = min(launch.end or now, now), True
+        self._num_kept += 1
 
     def _now(self) -> float:
         return time.perf_counter() - self._origin

@@ -42,14 +42,14 @@ def num_ranks(comms: Sequence[Comm]) -> int:
 
 
 class _Chain(Work):
-    """Reduce over further axes, and then finish, once the first reduction is done."""
+    """Reduce over further axes (``meets``: ``then`` waits for other ranks), and then finish, once the first reduction is done."""
 
-    def __init__(self, first: Work, then: Callable[[], None]) -> None:
-        self._first, self._then = first, then
+    def __init__(self, first: Work, then: Callable[[], None], *, meets: bool = False) -> None:
+        self._first, self._then, self._meets = first, then, meets
 
     @property
     def done(self) -> bool:
-        return False
+        return not self._meets and self._first.done
 
     def wait(self) -> None:
         self._first.wait()
@@ -79,7 +79,7 @@ class AllReduce:
             if self.reduction == "mean":
                 gradients.div_(num_ranks(comms))
 
-        return _Chain(work, rest)
+        return _Chain(work, rest, meets=bool(others))
 
     def scatter(self, gradients: Tensor, shard: Tensor, comm: Comm, name: str) -> Work:
         op: ReduceOp = "avg" if self.reduction == "mean" else "sum"
