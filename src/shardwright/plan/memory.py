@@ -44,7 +44,7 @@ from shardwright.plan.stages import Parameters, ParameterTable, RankUnits, chunk
 from shardwright.schedule import memory as held_by
 from shardwright.schedule.action import Schedule
 from shardwright.schedule.make import make_schedule
-from shardwright.schedule.memory import Moment, Peak, StageBytes, moments, peak_of
+from shardwright.schedule.memory import Moments, Peak, StageBytes, moments, peak_of
 
 PARAMETER_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4}
 """Bytes of a working parameter; 2 in the other precisions."""
@@ -290,7 +290,7 @@ def _schedule(name: str, pp: int, virtual: int, microbatches: int) -> Schedule:
 
 
 @lru_cache(maxsize=256)
-def _moments(name: str, pp: int, virtual: int, microbatches: int, rank: int) -> frozenset[Moment]:
+def _moments(name: str, pp: int, virtual: int, microbatches: int, rank: int) -> Moments:
     return moments(_schedule(name, pp, virtual, microbatches), rank)
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardwright.errors import ConfigError
 from shardwright.schedule.action import Kind, Schedule
 
@@ -29,32 +32,34 @@ def in_flight_by_stage(schedule: Schedule) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Micro-batches that a rank holds of each of its stages: ``saved`` from F to B, ``waiting`` from B to W.
+class Moments:
+    """All that a rank holds at one time or another; a row of each array is a moment, a column one of the rank's stages.
 
-    ``backward``: the stage (of the rank's, by place) whose backward begins, if one does; ``split``: it leaves its W.
+    ``saved`` counts micro-batches from F to B, ``waiting`` from B to W; ``backward`` is the stage (by place) whose backward
+    begins then, -1 where none does; ``split``: it leaves its W.
     """
 
-    saved: tuple[int, ...]
-    waiting: tuple[int, ...]
-    backward: int | None = None
-    split: bool = False
+    saved: NDArray[np.float64]
+    waiting: NDArray[np.float64]
+    backward: NDArray[np.int64]
+    split: NDArray[np.bool_]
 
 
-def moments(schedule: Schedule, rank: int) -> frozenset[Moment]:
-    """All that rank ``rank`` holds at one time or another."""
+def moments(schedule: Schedule, rank: int) -> Moments:
+    """What rank ``rank`` holds while its row runs."""
     place = {stage: index for index, stage in enumerate(schedule.stages_of(rank))}
     saved, waiting = [0] * len(place), [0] * len(place)
-    found = set()
+    found = {((0,) * len(place), (0,) * len(place), -1, False)}
     for action in schedule.rows[rank]:
         kind, index = action.kind, place[action.stage]
         if kind in (Kind.B, Kind.BW):
-            found.add(Moment(tuple(saved), tuple(waiting), index, kind is Kind.B))
+            found.add((tuple(saved), tuple(waiting), index, kind is Kind.B))
         saved[index] += (kind is Kind.F) - (kind in (Kind.B, Kind.BW))
         waiting[index] += (kind is Kind.B) - (kind is Kind.W)
         if kind in (Kind.F, Kind.B):
-            found.add(Moment(tuple(saved), tuple(waiting)))
-    return frozenset(found)
+            found.add((tuple(saved), tuple(waiting), -1, False))
+    columns = zip(*found, strict=True)
+    return Moments(*(np.array(list(column), dtype) for column, dtype in zip(columns, (float, float, int, bool), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -80,21 +85,20 @@ class Peak:
     working: float = 0.0
 
 
-def peak_of(held: frozenset[Moment], stages: Sequence[StageBytes]) -> Peak:
+def peak_of(held: Moments, stages: Sequence[StageBytes]) -> Peak:
     """The fullest of the moments of a rank whose ``stages`` are of these sizes."""
-    return max((_at(moment, stages) for moment in held), default=Peak())
-
-
-def _at(moment: Moment, stages: Sequence[StageBytes]) -> Peak:
-    saved = sum(count * stage.saved for count, stage in zip(moment.saved, stages, strict=True))
-    waiting = sum(count * stage.waiting for count, stage in zip(moment.waiting, stages, strict=True))
-    if moment.backward is None:
-        return Peak(saved + waiting, saved, waiting)
-    now = stages[moment.backward]
-    if moment.split and now.waiting > now.saved:  # fullest at its last unit
-        done = 1 - 1 / now.units
-        saved, waiting = saved - done * now.saved, waiting + done * now.waiting
-    return Peak(saved + waiting + now.working, saved, waiting, now.working)
+    each_saved, each_waiting = np.array([stage.saved for stage in stages]), np.array([stage.waiting for stage in stages])
+    saved, waiting, working = held.saved @ each_saved, held.waiting @ each_waiting, np.zeros(len(held.backward))
+    for place, stage in enumerate(stages):
+        now = held.backward == place
+        working[now] = stage.working
+        if stage.waiting > stage.saved:  # fullest at the last unit of a backward that leaves its W
+            done, late = 1 - 1 / stage.units, now & held.split
+            saved[late] -= done * stage.saved
+            waiting[late] += done * stage.waiting
+    total = saved + waiting + working
+    fullest = np.flatnonzero(total == total.max())
+    return max(Peak(*(float(part[index]) for part in (total, saved, waiting, working))) for index in fullest)
 
 
 def peak_bytes(
