@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.comm.flight import VERBS, FlightRecorder, clear_flights, file_of, hang_report, read_flight
+from shardwright.comm.flight import (
+    VERBS,
+    FlightRecorder,
+    clear_flights,
+    file_of,
+    hang_report,
+    read_flight,
+    report_file,
+    reports,
+)
 from shardwright.comm.mesh import MESH_AXES, Mesh
 from shardwright.core.axes import RankGrid
 from shardwright.core.layout import Layout
@@ -124,8 +133,17 @@ def test_a_message_that_is_sent_as_another_one(name: str, size: int, tmp_path: P
     )
 
 
+def test_of_many_ranks_some_report() -> None:
+    for num_ranks in (1, 2, 64, 65, 1000, 16384):
+        num_reporters = sum(reports(rank, num_ranks) for rank in range(num_ranks))
+        assert min(num_ranks, 32) <= num_reporters <= 64 and reports(0, num_ranks)
+
+
 def test_records_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
     recorders(tmp_path)
+    report_file(tmp_path, 1).write_text("old")
+    clear_flights(tmp_path, 1)
+    assert len(list(tmp_path.iterdir())) == 2
     clear_flights(tmp_path)
     assert not any(tmp_path.iterdir()) and not hang_report(tmp_path, 3).states
 

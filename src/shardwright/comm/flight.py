@@ -66,7 +66,13 @@ class Record:
 
     def group(self, axis: str) -> tuple[int, ...]:
         """The ranks that this one meets over an axis."""
-        return next(ranks for ranks in self.grid.axis_groups(axis) if self.rank in ranks)
+        if axis not in self._groups:
+            self._groups[axis] = next(ranks for ranks in self.grid.axis_groups(axis) if self.rank in ranks)
+        return self._groups[axis]
+
+    @cached_property
+    def _groups(self) -> dict[str, tuple[int, ...]]:
+        return {}
 
     def same(self, entry: Entry, rank: int) -> Entry | None:
         """The verb that meets ``entry`` of rank ``rank``: of the same axis (or pair) and number."""
@@ -159,6 +165,8 @@ def _entries(data: bytes) -> Iterator[Entry]:
 # -- what they say of a hang -------------------------------------------------------------------------
 
 
+REPORTERS = 64
+"""Ranks that report in a large run: each reads the records of all."""
 REPORT = "what the ranks have called last:"
 """Stands before a report in an error."""
 
@@ -180,14 +188,20 @@ class HangReport:
         return "\n".join((REPORT, *self.lines))
 
 
+def reports(rank: int, num_ranks: int) -> bool:
+    """Whether a rank that raises reports what all have called."""
+    return rank % -(-num_ranks // REPORTERS) == 0
+
+
 def report_file(folder: Path, rank: int) -> Path:
     """Where a rank that raises writes what the records said then."""
     return folder / f"report-{rank}.txt"
 
 
-def clear_flights(folder: Path) -> None:
-    """Remove what an earlier run left, which would be taken for that of ranks that have not written anything yet."""
-    for path in (*folder.glob("rank-*.flight"), *folder.glob("report*.txt")):
+def clear_flights(folder: Path, rank: int | None = None) -> None:
+    """Remove what an earlier run left (of all ranks, or of one), which would be taken for what ranks of this one wrote."""
+    every = (*folder.glob("rank-*.flight"), *folder.glob("report*.txt"))
+    for path in every if rank is None else (file_of(folder, rank), report_file(folder, rank)):
         path.unlink(missing_ok=True)
 
 
@@ -202,7 +216,7 @@ def hang_report(folder: Path, num_ranks: int, now: float | None = None) -> HangR
         except (OSError, ValueError, KeyError, TypeError) as error:
             lines.append(f"rank {rank} has left no record ({error})")
     differ = [*_different_calls(records), *_different_messages(records)]
-    late = dict.fromkeys(line for record in records.values() for line in _late(record, records))
+    late = dict.fromkeys(_late(records))
     return HangReport(differ, [*late, *lines], [_state(record, now) for record in records.values()])
 
 
@@ -212,11 +226,14 @@ def _different_calls(records: Mapping[int, Record]) -> Iterator[str]:
     The wrong one may be a rank that has gone on, and a rank that is lost may not have waited: so who waits is not asked."""
     open_: dict[tuple[str, tuple[int, ...]], set[int]] = {}
     for record in records.values():
+        numbers: dict[str, set[int]] = {}
         for entry in record.entries:
             if not entry.end and entry.peer < 0:
-                open_.setdefault((entry.axis, record.group(entry.axis)), set()).add(entry.number)
-    for (axis, ranks), numbers in open_.items():
-        for number in sorted(numbers):
+                numbers.setdefault(entry.axis, set()).add(entry.number)
+        for axis, some in numbers.items():
+            open_.setdefault((axis, record.group(axis)), set()).update(some)
+    for (axis, ranks), waited in open_.items():
+        for number in sorted(waited):
             calls: dict[str, list[int]] = {}
             for rank in ranks:
                 found = records[rank].numbered(axis, number) if rank in records else None
@@ -252,15 +269,22 @@ def _differ(records: Mapping[int, Record], what: str, first: tuple[int, str], se
     return f"ranks {first[0]} and {second[0]} differ: {what} is {parts[0]} but {parts[1]}"
 
 
-def _late(record: Record, records: Mapping[int, Record]) -> Iterator[str]:
-    """Who has not come to the verb that this rank waits for."""
-    mine = record.waiting
-    if mine is None:
-        return
-    for peer in [mine.peer] if mine.peer >= 0 else record.group(mine.axis):
-        other = records.get(peer)
-        if other is not None and other.same(mine, record.rank) is None:
-            yield f"rank {peer} has not come to {mine}; {_doing(other)}"
+def _late(records: Mapping[int, Record]) -> Iterator[str]:
+    """Who has not come to what others wait for; a verb of a whole group is looked at once."""
+    seen = set()
+    for record in records.values():
+        mine = record.waiting
+        if mine is None:
+            continue
+        peers = (mine.peer,) if mine.peer >= 0 else record.group(mine.axis)
+        if mine.peer < 0:
+            if (mine.axis, mine.number, peers) in seen:
+                continue
+            seen.add((mine.axis, mine.number, peers))
+        for peer in peers:
+            other = records.get(peer)
+            if other is not None and other.same(mine, record.rank) is None:
+                yield f"rank {peer} has not come to {mine}; {_doing(other)}"
 
 
 def _doing(record: Record) -> str:

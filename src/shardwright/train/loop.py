@@ -24,7 +24,7 @@ from shardwright.checkpoint.hf import hf_names
 from shardwright.checkpoint.manifest import check_fresh, check_sizes, latest_checkpoint, named_steps
 from shardwright.checkpoint.remote import RemoteStore, check_store
 from shardwright.comm.base import Comm
-from shardwright.comm.flight import REPORT, FlightRecorder, clear_flights, hang_report, report_file
+from shardwright.comm.flight import REPORT, FlightRecorder, clear_flights, hang_report, report_file, reports
 from shardwright.comm.mesh import Mesh
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
@@ -44,6 +44,8 @@ from shardwright.train.step import StepResult, Trainer
 from shardwright.train.supported import check_supported
 from shardwright.train.timeline import RankClock, pipeline_report, write_trace
 
+MOST_LINES = 200
+"""Lines of a report in the error of a run; the file has all."""
 MOST_TIMES_BACK = 3
 """How often a run goes back before it gives up."""
 
@@ -157,26 +159,29 @@ def flight_report(folder: Path, num_ranks: int) -> Iterator[None]:
     """Around a run: when a rank was lost, what the records of all ranks say is added to the error and written to
     ``report.txt``. Ranks that called different things come first: the rank that died of it may have been right."""
     env = torchrun_env()
-    if env is None:  # else the others may be at it already
-        with suppress(OSError):
-            clear_flights(folder)
+    with suppress(OSError):
+        clear_flights(folder, None if env is None else env.rank)  # under torchrun the others may be at it already
     try:
         yield
     except RankError as error:
+        if num_ranks == 1 or (env is not None and not reports(env.rank, num_ranks)):
+            raise
         report = hang_report(folder, num_ranks)
         if not report.states:  # no rank came so far
             raise
         # What the first rank that waited too long saw: since then others may have come, and all were ended.
         written = [report_file(folder, env.rank)] if env is not None else sorted(folder.glob("report-*.txt"), key=_written_at)
         try:
-            report_text = next((REPORT + path.read_text("utf-8").rpartition(REPORT)[2].rstrip() for path in written), str(report))
+            told = next((REPORT + path.read_text("utf-8").rpartition(REPORT)[2].rstrip() for path in written), str(report))
         except OSError:
-            report_text = str(report)
-        text = "\n".join([*report.differ[:1], str(error), report_text])
+            told = str(report)
+        lead, lines = report.differ[:1], told.splitlines()
         if env is None:
             with suppress(OSError):
-                (folder / "report.txt").write_text(f"{text}\n", encoding="utf-8")
-        raise RankError(text, rank=-1 if report.differ else error.rank) from error
+                (folder / "report.txt").write_text("\n".join([*lead, str(error), told, ""]), encoding="utf-8")
+        if len(lines) > MOST_LINES:
+            lines[MOST_LINES:] = [f"{len(lines) - MOST_LINES} lines more in the reports of {folder}"]
+        raise RankError("\n".join([*lead, str(error), *lines]), rank=-1 if lead else error.rank) from error
 
 
 def _written_at(path: Path) -> float:
@@ -221,9 +226,10 @@ def flight_record(folder: Path, mesh: Mesh) -> Iterator[None]:
     try:
         yield
     except RankError as error:
-        report = hang_report(folder, mesh.world.size)
-        with suppress(OSError):  # the error is raised in any case
-            report_file(folder, mesh.rank).write_text(f"{error}\n{report}\n", encoding="utf-8")
+        if reports(mesh.rank, mesh.world.size):
+            report = hang_report(folder, mesh.world.size)
+            with suppress(OSError):  # the error is raised in any case
+                report_file(folder, mesh.rank).write_text(f"{error}\n{report}\n", encoding="utf-8")
         raise
     finally:
         mesh.recorder.flight = None
