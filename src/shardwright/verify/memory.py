@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shardwright.core.ledger import Ledger
-from shardwright.core.plan import StageMemory
 from shardwright.core.run_config import RunConfig
 from shardwright.plan.compute import Shape, layer_kind
 from shardwright.plan.memory import MemoryModel
@@ -14,22 +13,17 @@ PADDING_BYTES = 128
 """What padding of small shards may add; of a model of any size it is nothing."""
 
 
-def planned_stage(config: RunConfig, rank: int = 0) -> StageMemory:
-    """The planner's peak memory of one rank: state with AdamW, all parameters trained, gradients in fp32, activations."""
+def planned_memory(config: RunConfig, rank: int = 0) -> dict[str, int]:
+    """The planner's peak bytes of one rank by class: state with AdamW, all parameters trained, gradients in fp32.
+
+    ``gathered`` and ``buffers`` are what the ledger has under these names; classes in host memory begin with ``host``.
+    """
     model, layout = config.model, config.layout
     kinds = tuple(layer_kind(model, layer) for layer in range(model.num_layers))
     stage = layout.grid.coordinates(rank)["pp"]
     units = rank_units(layout, stage, layers_per_stage(model, layout), kinds)
     shape = Shape.of(layout, config.data.seq_len)
-    return MemoryModel(model, ParameterTable(model), Stack()).stage(layout, stage, units, shape)
-
-
-def planned_memory(config: RunConfig, rank: int = 0) -> dict[str, int]:
-    """The planner's peak bytes of one rank by class, without activations.
-
-    ``gathered`` and ``buffers`` are what the ledger has under these names; classes in host memory begin with ``host``.
-    """
-    found = planned_stage(config, rank)
+    found = MemoryModel(model, ParameterTable(model), Stack()).stage(layout, stage, units, shape)
     state = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
     gathered = found.parts.get("gathered units", 0) + found.parts.get("parameters kept gathered", 0)
     buffers = found.parts.get("gradient buffers", 0) + found.parts.get("shards from the host", 0)
