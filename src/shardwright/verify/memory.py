@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from math import ceil
 
-from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
-from shardwright.core.plan import StageMemory
 from shardwright.core.run_config import RunConfig
 from shardwright.plan.compute import Shape, layer_kind
 from shardwright.plan.memory import MemoryModel
 from shardwright.plan.stack import Stack
-from shardwright.plan.stages import ParameterTable, RankUnits, layers_per_stage, rank_units
+from shardwright.plan.stages import ParameterTable, layers_per_stage, rank_units
 
 PADDING_BYTES = 128
 """What padding of small shards may add; of a model of any size it is nothing."""
@@ -20,35 +18,25 @@ _NOT_PLANNED = {"held for W", "gathered for W"}
 """Classes of a ledger that are compared only where the planner tells them."""
 
 
-def planned_stage(config: RunConfig, rank: int = 0) -> StageMemory:
-    """The planner's peak memory of one rank: state with AdamW, all parameters trained, gradients in fp32, activations."""
-    memory, place = _planner(config, rank)
-    return memory.stage(*place)
-
-
 def planned_memory(config: RunConfig, rank: int = 0) -> dict[str, int]:
-    """The planner's peak bytes of one rank by class, without what autograd keeps.
+    """The planner's peak bytes of one rank by class: state with AdamW, all parameters trained, gradients in fp32.
 
     ``gathered``, ``buffers`` and ``held for W`` are what the ledger has under these names; classes in host memory begin with
     ``host``. With experts how much waits for W depends on where tokens go: it is left out.
     """
-    memory, place = _planner(config, rank)
-    found = memory.stage(*place)
-    state = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
-    gathered = found.parts.get("gathered units", 0) + found.parts.get("parameters kept gathered", 0)
-    buffers = found.parts.get("gradient buffers", 0) + found.parts.get("shards from the host", 0)
-    host = {f"host {kind}": size for kind, size in found.host.items()}
-    waiting = ceil(memory.waiting_bytes(*place)) if config.model.moe is None else 0
-    return state | {"gathered": gathered, "buffers": buffers} | ({"held for W": waiting} if waiting else {}) | host
-
-
-def _planner(config: RunConfig, rank: int) -> tuple[MemoryModel, tuple[Layout, int, RankUnits, Shape]]:
-    """The planner's memory of the model, and what it is asked for: layout, pipeline rank, its units, shape."""
     model, layout = config.model, config.layout
     kinds = tuple(layer_kind(model, layer) for layer in range(model.num_layers))
     stage = layout.grid.coordinates(rank)["pp"]
     units = rank_units(layout, stage, layers_per_stage(model, layout), kinds)
-    return MemoryModel(model, ParameterTable(model), Stack()), (layout, stage, units, Shape.of(layout, config.data.seq_len))
+    shape = Shape.of(layout, config.data.seq_len)
+    memory = MemoryModel(model, ParameterTable(model), Stack())
+    found = memory.stage(layout, stage, units, shape)
+    state = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
+    gathered = found.parts.get("gathered units", 0) + found.parts.get("parameters kept gathered", 0)
+    buffers = found.parts.get("gradient buffers", 0) + found.parts.get("shards from the host", 0)
+    host = {f"host {kind}": size for kind, size in found.host.items()}
+    waiting = ceil(memory.waiting_bytes(layout, stage, units, shape)) if model.moe is None else 0
+    return state | {"gathered": gathered, "buffers": buffers} | ({"held for W": waiting} if waiting else {}) | host
 
 
 def memory_differences(config: RunConfig, ledger: Ledger, rank: int = 0, tolerance: float = 0.02) -> list[str]:
