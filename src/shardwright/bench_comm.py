@@ -2,7 +2,8 @@
 
 For each verb and size the transports take turns (A B A B ...), each turn after a barrier; the figure is the median over
 turns of the slowest rank. A line ``latency + bytes sent / bandwidth`` is fitted to each verb and transport, and the
-all-reduce's becomes the link of a cluster file that ``plan --cluster`` reads.
+all-reduces of the best transport become the link of a cluster file that ``plan --cluster`` reads: seconds of a hop, the
+highest rate, and the share of it that each size gets.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil, log2
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,13 @@ from shardwright.comm.transport import transport_maker
 from shardwright.core.cluster import Chip, Cluster, LinkLevel, find_chip
 from shardwright.core.ledger import ring_bytes
 from shardwright.errors import ConfigError
-from shardwright.launch import RankEnv, device_for, init_process_group, launch
+from shardwright.launch import RankEnv, device_for, init_process_group, launch, torchrun_env
 from shardwright.train.peak import measured_matmul_flops
 from shardwright.train.units import format_bytes, format_seconds
 
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "exchange")
 """``exchange``: each rank sends a buffer to the next and receives one from the one before."""
+CPU_TRANSPORTS = ("gloo", "gloo composed", "shm", "shm own")
 SECONDS_PER_POINT = 0.6
 SECONDS_PER_TURN = 0.004
 MOST_CALLS = 100
@@ -67,15 +70,32 @@ def bench_comm(ranks: int, most_bytes: int, transports: Sequence[str] = ()) -> d
 
     ``gloo`` has the verbs of PyTorch, ``gloo composed`` those that we make of them. ``shm own``: buffers of `Comm.empty`,
     which peers read in place. In all transports a rank's part in a gather or a scatter is its own slice of the full buffer.
-    Raises `ConfigError` below 2 ranks.
+    Raises `ConfigError` below 2 ranks, for a transport that is not here, and where torchrun has started several nodes.
     """
     if ranks < 2:
         raise ConfigError(f"--ranks {ranks}: a link has two ends; use 2 or more")
+    env = torchrun_env()
+    if env is not None and env.num_nodes > 1:
+        raise ConfigError(
+            f"bench comm measures the links of one node, and {env.num_nodes} were started; start it on one, and add the link "
+            "between nodes to the cluster file as further [[levels]]"
+        )
+    here = at_hand(ranks)
+    for name in transports:
+        if name not in here:
+            raise ConfigError(f"--transport {name} is not here; use one of {', '.join(here)}")
     results = launch(_rank, ranks, (most_bytes, tuple(transports)), layout=f"dp={ranks}", threads_per_rank=1)
     found: dict[str, Any] = results[0]
     points = [Point(**point) for point in found["points"]]
     fits = [fit(points, verb, transport) for transport in found["transports"] for verb in VERBS]
-    return {**found, "ranks": ranks, "fits": [asdict(line) for line in fits], "cluster": _cluster(found, fits, ranks).to_toml()}
+    cluster = link_cluster(found, fits, ranks).to_toml()
+    return {**found, "ranks": ranks, "fits": [asdict(line) for line in fits], "cluster": cluster}
+
+
+def at_hand(ranks: int) -> tuple[str, ...]:
+    """The transports of ``ranks`` ranks on this machine: NCCL where each has a GPU, else those of the CPU."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ("nccl",) if gpus >= ranks else CPU_TRANSPORTS
 
 
 def fit(points: Iterable[Point], verb: str, transport: str) -> Fit:
@@ -220,10 +240,29 @@ def copy_rate(size: int = 64 << 20) -> float:
 # -- what comes out ----------------------------------------------------------------------------------------
 
 
-def _cluster(found: dict[str, Any], fits: Sequence[Fit], ranks: int) -> Cluster:
+def link_level(points: Iterable[Point], line: Fit, ranks: int) -> LinkLevel:
+    """The link of ``line``'s all-reduces, such that the planner's take what was measured: 2 log2 n hops of a tree where they
+    are small, 2 (n - 1) of a ring where they are large.
+
+    The rate of a size is that of its bytes beyond the hops, where these are no more than half of the time; smaller messages
+    get the share of the smallest of these.
+    """
+    hop = line.latency / (2 * ceil(log2(ranks)))
+    ring = 2 * (ranks - 1) * hop
+    rates = [
+        (point.bytes / ranks, point.sent / (point.seconds - ring))
+        for point in sorted(points, key=lambda point: point.bytes)
+        if (point.verb, point.transport) == (line.verb, line.transport) and point.seconds >= 2 * ring > 0
+    ]
+    highest = max((rate for _, rate in rates), default=line.bandwidth)
+    curve = tuple((size, rate / highest) for size, rate in rates)
+    return LinkLevel("host", ranks, highest, hop, curve)
+
+
+def link_cluster(found: dict[str, Any], fits: Sequence[Fit], ranks: int) -> Cluster:
     """This machine as the planner sees it: one node, one link level, the best transport's all-reduce."""
     best = max((line for line in fits if line.verb == "all_reduce"), key=lambda line: line.bandwidth)
-    level = LinkLevel("host", ranks, best.bandwidth, best.latency)
+    level = link_level((Point(**point) for point in found["points"]), best, ranks)
     if found["device"] != "cpu":
         return Cluster(find_chip(found["device"]), 1, ranks, (level,))
     flops, memory = found["matmul_flops"], found["copy_bytes_per_second"]
@@ -236,7 +275,7 @@ def _cluster(found: dict[str, Any], fits: Sequence[Fit], ranks: int) -> Cluster:
         fp32=flops,
         memory_bytes=_memory_bytes() // ranks,
         memory_bandwidth=memory,
-        intra_bandwidth=best.bandwidth,
+        intra_bandwidth=level.bandwidth,
         inter_bandwidth=None,
         domain_size=ranks,
         source="measured by bench comm",

@@ -364,6 +364,8 @@ def bench_comm(
     from shardwright.bench_comm import comm_table, plot_comm
 
     result = run(ranks, most_mb << 20, transport or ())
+    if not _is_main():
+        return
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "comm.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
