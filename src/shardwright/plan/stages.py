@@ -126,6 +126,7 @@ class ParameterTable:
             self._expert_twin = self._twin.model_copy(update=experts)
         self._count = lru_cache(maxsize=None)(self._count_units)
         self._unit_parts = lru_cache(maxsize=None)(self._parts_of_unit)
+        self._of_rank = lru_cache(maxsize=None)(self._parameters_of_rank)
         self._unit_frozen = lru_cache(maxsize=None)(self._frozen_of_unit)
 
     def _count_units(self, tp: int) -> dict[str, int]:
@@ -216,6 +217,8 @@ class ParameterTable:
     def trained_of_rank(self, units: RankUnits, tp: int, ep: int) -> Parameters:
         """The parameters of a rank that have gradients and optimizer state."""
         held, frozen = self.of_rank(units, tp, ep), Parameters(0)
+        if not self._prefixes:
+            return held
         for kind, count in units.layers:
             frozen = frozen.plus(self.frozen_layer(kind, tp, ep).times(count))
         if units.embedding:
@@ -235,6 +238,9 @@ class ParameterTable:
 
     def of_rank(self, units: RankUnits, tp: int, ep: int) -> Parameters:
         """All parameters of one rank of a pipeline rank with these units."""
+        return self._of_rank(units, tp, ep)
+
+    def _parameters_of_rank(self, units: RankUnits, tp: int, ep: int) -> Parameters:
         total = Parameters(0)
         for kind, count in units.layers:
             total = total.plus(self.layer(kind, tp, ep).times(count))
