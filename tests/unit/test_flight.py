@@ -11,7 +11,7 @@ import torch
 from shardwright.comm.flight import (
     VERBS,
     FlightRecorder,
-    clear_flights,
+    clear_flight,
     file_of,
     hang_report,
     read_flight,
@@ -142,10 +142,13 @@ def test_of_many_ranks_some_report() -> None:
 def test_records_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
     recorders(tmp_path)
     report_file(tmp_path, 1).write_text("old")
-    clear_flights(tmp_path, 1)
+    clear_flight(tmp_path, 1)
     assert len(list(tmp_path.iterdir())) == 2
-    clear_flights(tmp_path)
-    assert not any(tmp_path.iterdir()) and not hang_report(tmp_path, 3).states
+    now = time.time()
+    assert len(hang_report(tmp_path, 3, since=now - 60).states) == 2
+    late = hang_report(tmp_path, 3, since=now + 60)
+    assert not late.states
+    assert late.lines[0] == "rank 0 has left no record (the one that is there is of an earlier run)"
 
 
 def test_messages_are_numbered_by_pair(tmp_path: Path) -> None:

@@ -124,7 +124,8 @@ def test_a_tied_table_is_summed_over_both_ends() -> None:
 
 def layer_of(text: str, name: str = "llama-3.1-8b", cost: UnitCost | None = None, layer: int = 5) -> list[Message]:
     model = preset(name)
-    return traffic_of(mixed(text), model).layer(layer_kind(model, layer), cost or UnitCost())
+    layout = mixed(text)
+    return traffic_of(layout, model).layer(layer_kind(model, layer), cost or UnitCost(), layout.recompute)
 
 
 def test_sequence_parallelism_sends_the_same_forward_and_two_gathers_more_backward() -> None:

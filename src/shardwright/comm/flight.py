@@ -198,20 +198,24 @@ def report_file(folder: Path, rank: int) -> Path:
     return folder / f"report-{rank}.txt"
 
 
-def clear_flights(folder: Path, rank: int | None = None) -> None:
-    """Remove what an earlier run left (of all ranks, or of one), which would be taken for what ranks of this one wrote."""
-    every = (*folder.glob("rank-*.flight"), *folder.glob("report*.txt"))
-    for path in every if rank is None else (file_of(folder, rank), report_file(folder, rank)):
+def clear_flight(folder: Path, rank: int) -> None:
+    """Remove what a rank of an earlier run left, which would be taken for what this one wrote."""
+    for path in (file_of(folder, rank), report_file(folder, rank), *([folder / "report.txt"] if rank == 0 else ())):
         path.unlink(missing_ok=True)
 
 
-def hang_report(folder: Path, num_ranks: int, now: float | None = None) -> HangReport:
-    """What the records of all ranks say: which ranks disagree and how, then what every rank waits for or did last."""
+def hang_report(folder: Path, num_ranks: int, now: float | None = None, since: float = 0.0) -> HangReport:
+    """What the records of all ranks say: which ranks disagree and how, then what every rank waits for or did last.
+
+    Files that were last changed before ``since`` (seconds since 1970) are an earlier run's and left out.
+    """
     now = time.time() if now is None else now
     records: dict[int, Record] = {}
     lines = []
     for rank in range(num_ranks):
         try:
+            if file_of(folder, rank).stat().st_ctime < since:
+                raise ValueError("the one that is there is of an earlier run")
             records[rank] = read_flight(file_of(folder, rank))
         except (OSError, ValueError, KeyError, TypeError) as error:
             lines.append(f"rank {rank} has left no record ({error})")

@@ -24,6 +24,7 @@ from shardwright.launch.starter import RankEnv, torchrun_env
 
 BLAME_WINDOW_S = 0.5  # how long a lost connection waits for the death that explains it
 FORKSERVER_LOST = 255  # exit code that multiprocessing makes up when the fork server died; the rank may be alive
+FORK_SERVER_S = 1.0  # how long a fork server that does not answer is given to be seen as dead
 TICK_S = 0.2  # how often deadlines are looked at while nothing happens
 
 process_lock = threading.Lock()  # starting and reaping processes is not safe in two threads at once
@@ -112,8 +113,7 @@ class Job:
                 target=rank_main, args=(env, payload, sender, stacks_path, threads), name=f"rank-{env.rank}"
             )
             try:
-                with process_lock:
-                    process.start()
+                self._fork(process)
             except (OSError, EOFError) as error:
                 receiver.close()
                 raise RankError(
@@ -124,6 +124,19 @@ class Job:
             finally:
                 sender.close()
             self.ranks.append(LocalRank(env.rank, process, receiver, stacks_path))
+
+    def _fork(self, process: ForkServerProcess) -> None:
+        """Start a rank. A fork server that was killed may still be there for a moment: then a new one is asked for."""
+        give_up_at = time.monotonic() + FORK_SERVER_S
+        while True:
+            try:
+                with process_lock:
+                    process.start()
+                return
+            except (OSError, EOFError):
+                if self.ranks or time.monotonic() > give_up_at:
+                    raise
+            time.sleep(0.05)
 
     def stop(self, signum: int) -> None:
         """Pass a request to stop on to the ranks; a second Ctrl-C kills them. Called from a signal handler."""

@@ -24,7 +24,7 @@ from shardwright.checkpoint.hf import hf_names
 from shardwright.checkpoint.manifest import check_fresh, check_sizes, latest_checkpoint, named_steps
 from shardwright.checkpoint.remote import RemoteStore, check_store
 from shardwright.comm.base import Comm
-from shardwright.comm.flight import REPORT, FlightRecorder, clear_flights, hang_report, report_file, reports
+from shardwright.comm.flight import REPORT, FlightRecorder, clear_flight, hang_report, report_file, reports
 from shardwright.comm.mesh import Mesh
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
@@ -44,6 +44,8 @@ from shardwright.train.step import StepResult, Trainer
 from shardwright.train.supported import check_supported
 from shardwright.train.timeline import RankClock, pipeline_report, write_trace
 
+CLOCK_S = 0.05
+"""Times of files are coarser than the clock by so much at most."""
 MOST_LINES = 200
 """Lines of a report in the error of a run; the file has all."""
 MOST_TIMES_BACK = 3
@@ -158,19 +160,18 @@ def train(
 def flight_report(folder: Path, num_ranks: int) -> Iterator[None]:
     """Around a run: when a rank was lost, what the records of all ranks say is added to the error and written to
     ``report.txt``. Ranks that called different things come first: the rank that died of it may have been right."""
-    env = torchrun_env()
-    with suppress(OSError):
-        clear_flights(folder, None if env is None else env.rank)  # under torchrun the others may be at it already
+    env, since = torchrun_env(), time.time() - CLOCK_S
     try:
         yield
     except RankError as error:
         if num_ranks == 1 or (env is not None and not reports(env.rank, num_ranks)):
             raise
-        report = hang_report(folder, num_ranks)
+        report = hang_report(folder, num_ranks, since=since)
         if not report.states:  # no rank came so far
             raise
         # What the first rank that waited too long saw: since then others may have come, and all were ended.
-        written = [report_file(folder, env.rank)] if env is not None else sorted(folder.glob("report-*.txt"), key=_written_at)
+        every = [report_file(folder, env.rank)] if env is not None else folder.glob("report-*.txt")
+        written = sorted((path for path in every if path.is_file() and _written_at(path) >= since), key=_written_at)
         try:
             told = next((REPORT + path.read_text("utf-8").rpartition(REPORT)[2].rstrip() for path in written), str(report))
         except OSError:
@@ -207,10 +208,14 @@ def run_rank(env: RankEnv, config: RunConfig, data: PreparedData, options: RunOp
     else:
         mesh = Mesh.solo()
         mesh.layout = config.layout
+    folder = Path(config.train.run_dir) / "flight"
+    if env.world_size > 1:
+        with suppress(OSError):
+            clear_flight(folder, env.rank)  # so that after the next line none of an earlier run is left
     check_same_config(config, mesh.world)
     if env.world_size == 1:
         return Run(env, config, data, options, mesh, device).go()
-    with flight_record(Path(config.train.run_dir) / "flight", mesh):
+    with flight_record(folder, mesh):
         return Run(env, config, data, options, mesh, device).go()
 
 
