@@ -14,6 +14,7 @@ from shardwright.core.layout import Layout
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
 from shardwright.launch import RankEnv, init_process_group, run_local_ranks
+from shardwright.plan.collectives import predict_step
 from shardwright.train.prepare import PreparedData
 from shardwright.verify.parity import (
     Verification,
@@ -27,33 +28,41 @@ from shardwright.verify.parity import (
 from shardwright.verify.reference import Trace, reference_run
 
 IN_ONE_LAUNCH = 24
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
+"""What ranks need not import each; a dry run has a use for the last."""
 
 
 def trace_many(
-    env: RankEnv, data: PreparedData, configs: Sequence[RunConfig], steps: int, dry: bool
+    env: RankEnv, data: PreparedData, configs: Sequence[RunConfig], steps: int, dry: Sequence[bool]
 ) -> list[tuple[Trace, Ledger | None]]:
-    """One rank: the traces of all configurations, one after another; with ``dry`` the dry run of the rank, where one is
-    compared with (it takes longer than the run, and here all cores work on it)."""
+    """One rank: the traces of all configurations, one after another; of those that are marked ``dry`` the dry run of the
+    rank, where one is compared with (it takes longer than the run, and here all cores work on it)."""
     init_process_group(env)
     found = []
-    for config in configs:
+    for config, with_dry in zip(configs, dry, strict=True):
         trace = trace_steps(Mesh.distributed(config.layout, env.rank), config, data, steps)
-        wanted = dry and env.rank in first_of_each_stage(config.layout)
+        wanted = with_dry and env.rank in first_of_each_stage(config.layout)
         found.append((trace, dry_step(config, env.rank, trace.ledgers[-1].dispatches) if wanted else None))
     return found
 
 
 @dataclass
 class Traced:
-    """The traces of a configuration's ranks, and the dry runs of the first rank of each stage."""
+    """The traces of a configuration's ranks, and the dry runs of the first rank of each stage where they were asked for."""
 
     config: RunConfig
     traces: list[Trace]
-    dry: list[Ledger]
+    dry: list[Ledger] | None
 
 
-def traced(data: PreparedData, configs: Sequence[RunConfig], steps: int = 3, *, dry: bool = False) -> Iterator[Traced]:
-    """Each configuration, fewest ranks first; those of one number of ranks share launches.
+def no_dry_run(config: RunConfig) -> bool:
+    return False
+
+
+def traced(
+    data: PreparedData, configs: Sequence[RunConfig], steps: int = 3, *, dry: Callable[[RunConfig], bool] = no_dry_run
+) -> Iterator[Traced]:
+    """Each configuration, fewest ranks first; those of one number of ranks share launches. ``dry`` says which are dry run too.
 
     The next launch runs while the caller looks at what this one gave.
     """
@@ -64,12 +73,15 @@ def traced(data: PreparedData, configs: Sequence[RunConfig], steps: int = 3, *, 
 
     def run(part: list[RunConfig]) -> list[Traced]:
         world = part[0].layout.world_size
-        ranks = run_local_ranks(trace_many, world, (data, part, steps, dry), threads_per_rank=1, time_limit_s=900)
-        of_config = zip(part, zip(*ranks, strict=True), strict=True)
-        return [
-            Traced(config, [trace for trace, _ in found], [ledger for _, ledger in found if ledger is not None])
-            for config, found in of_config
-        ]
+        marks = [dry(config) for config in part]
+        ranks = run_local_ranks(
+            trace_many, world, (data, part, steps, marks), threads_per_rank=1, time_limit_s=900, preload=PRELOAD
+        )
+        results = []
+        for config, marked, found in zip(part, marks, zip(*ranks, strict=True), strict=True):
+            ledgers = [ledger for _, ledger in found if ledger is not None]
+            results.append(Traced(config, [trace for trace, _ in found], ledgers if marked else None))
+        return results
 
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(run, launches[0])
@@ -80,19 +92,36 @@ def traced(data: PreparedData, configs: Sequence[RunConfig], steps: int = 3, *, 
             yield from found
 
 
+def closed_form(config: RunConfig, traces: Sequence[Trace]) -> list[Ledger]:
+    """What stands where no dry run was asked for: then the closed form is compared with what was measured alone."""
+    model, seq_len, freeze = config.model, config.data.seq_len, config.train.freeze
+    ranks = first_of_each_stage(config.layout)
+    sent = [traces[rank].ledgers[-1].dispatches or None for rank in ranks]
+    return [
+        predict_step(model, config.layout, seq_len, freeze, rank, config.router, dispatches)
+        for rank, dispatches in zip(ranks, sent, strict=True)
+    ]
+
+
 def compared(
-    data: PreparedData, configs: Sequence[RunConfig], alone: Callable[[Layout], Layout]
+    data: PreparedData,
+    configs: Sequence[RunConfig],
+    alone: Callable[[Layout], Layout],
+    dry: Callable[[RunConfig], bool] = lambda config: True,
 ) -> Iterator[tuple[Traced, Verification]]:
     """`traced` with three steps, each against one process; ``alone`` is equal for layouts with the same reference."""
     references: dict[str, Trace] = {}
     columns = (*Progress.get_default_columns()[:3], TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        for found in progress.track(traced(data, configs, dry=True), len(configs), description="Layouts"):
+        for found in progress.track(traced(data, configs, dry=dry), len(configs), description="Layouts"):
             config = found.config
             key = str(config.model_copy(update={"layout": alone(config.layout)}))
             if key not in references:
                 references[key] = reference_run(config, whole_batches(train_sampler(config, data, 0)), 3)
-            result = compare(config, found.traces, references[key], found.dry)
+            made = closed_form(config, found.traces) if found.dry is None else found.dry
+            result = compare(config, found.traces, references[key], made)
             if not result.passed:
                 progress.console.print(f"not equal: {config.layout}", soft_wrap=True)
+            if not progress.console.is_terminal and progress.tasks[0].completed % 50 == 0:
+                progress.console.print(f"{progress.tasks[0].completed:.0f} of {len(configs)} layouts")
             yield found, result
