@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -148,7 +149,15 @@ def test_a_rank_that_cannot_write_is_named_by_both_and_leaves_nothing(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(descriptor, content)
 
+    replace = os.replace
+
+    def slow(source: Any, target: Any) -> None:
+        if "failed" in str(target):  # rank 0 looks meanwhile
+            time.sleep(0.3)
+        replace(source, target)
+
     monkeypatch.setattr(save, "write_runs", full)
+    monkeypatch.setattr(os, "replace", slow)
     for saver in both:
         saver.start(snapshot(saver.rank, 2))
     with pytest.raises(CheckpointError, match=r"^step 2 could not be saved .*No space left on device"):

@@ -353,7 +353,7 @@ class Saver:
         """Return when ``path`` is there. Raises `CheckpointError` if a rank has failed or time is up."""
         deadline, pause = time.monotonic() + self.timeout_s, LEAST_POLL_S
         while not path.exists():
-            for failed in partial.glob(f"{note}.failed-*"):
+            for failed in partial.glob(f"{note}.failed-*[0-9]"):  # not one that is being written
                 raise CheckpointError(f"rank {failed.name.rpartition('-')[2]}: {failed.read_text(encoding='utf-8')}")
             self._check_cancelled(partial)
             if time.monotonic() > deadline:
