@@ -107,7 +107,7 @@ def against_torch(pp: int) -> Outcome:
     found = {}
     for name, text in PEERS.items():
         layout = f"pp={pp},{text},microbatches=8,micro_batch=4"
-        found[name] = bench_train(f"pipeline-torch-pp{pp}-{name}", layout, "pipelining", rounds=5)
+        found[name] = bench_train(f"pipeline-torch-pp{pp}-{name}", layout, "pipelining", rounds=5 if pp == 2 else 4)
     ratios = {name: result["ratio"] for name, result in found.items()}
     memory = {name: result["ratio_of_memory"] for name, result in found.items()}
     drift = max(result["largest_loss_difference"] for result in found.values())
