@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.layout import SCHEDULES, Layout
+from shardwright.core.ledger import Wait
 from shardwright.schedule.action import Kind
 from shardwright.schedule.make import INTERLEAVED, make_schedule
 from shardwright.schedule.memory import in_flight_by_stage
@@ -59,7 +60,7 @@ def test_waiting_inside_an_action_is_not_computing(tmp_path: Path) -> None:
             waited = 0.5 if span.action.kind is Kind.F else 0.0
             spans.append(Span(span.action, span.start, span.end, waited))
             if waited:
-                messages.append(("all_gather", "dp", "bucket", span.start - 0.25, span.start + 0.25, span.start + 0.75))
+                messages.append(Wait("all_gather", "dp", "bucket", span.start - 0.25, span.start + 0.25, span.start + 0.75))
         for _ in range(2):
             clock.add(spans, {}, messages, trace=True)
     report = pipeline_report(timeline.schedule, clocks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,20 +16,9 @@ from torch import Tensor
 from shardwright.comm.base import Comm, ReduceOp, Work
 from shardwright.comm.flight import FlightRecorder
 from shardwright.core.dispatch import DispatchPlan
-from shardwright.core.ledger import Ledger, LedgerEntry, ring_bytes
+from shardwright.core.ledger import Ledger, LedgerEntry, Wait, ring_bytes
 
 _T = TypeVar("_T")
-
-
-class Wait(NamedTuple):
-    """One message and when the rank stood still for it: launched, waited for from ``start`` to ``end`` (`time.perf_counter`)."""
-
-    verb: str
-    axis: str
-    tensor: str
-    launch: float
-    start: float
-    end: float
 
 
 class Recorder:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwright.core.dispatch import DispatchPlan
 
@@ -42,6 +42,17 @@ def ring_bytes(verb: str, num_elements: int, element_bytes: int, num_ranks: int)
     if verb in ("recv", "barrier"):
         return 0
     raise ValueError(f"no ring formula for {verb!r}")
+
+
+class Wait(NamedTuple):
+    """One message and when the rank stood still for it: launched, waited for from ``start`` to ``end`` (`time.perf_counter`)."""
+
+    verb: str
+    axis: str
+    tensor: str
+    launch: float
+    start: float
+    end: float
 
 
 @dataclass

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.base import Comm, Work
-from shardwright.comm.record import Recorder, Wait
+from shardwright.comm.record import Recorder
+from shardwright.core.ledger import Wait
 from shardwright.errors import RankError
 from shardwright.ops.gradients import GradQueue, Waiting
 from shardwright.schedule.action import Action, Kind, Schedule

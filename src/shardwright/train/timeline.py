@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
+from shardwright.core.ledger import Wait
 from shardwright.schedule.action import COMPUTE, Kind, Schedule
 from shardwright.schedule.simulate import Costs, Span, simulate
 
@@ -27,17 +28,6 @@ TRACED_STEPS = 3
 LAST_TRACED = 5
 """Of the run's first ``LAST_TRACED`` steps the last ``TRACED_STEPS`` are drawn: the third to the fifth, in short runs the last
 ones."""
-
-
-class Message(NamedTuple):
-    """A message of a rank: when it was launched, and from when to when it was waited for (`comm.record.Wait`)."""
-
-    verb: str
-    axis: str
-    tensor: str
-    launch: float
-    start: float
-    end: float
 
 
 @dataclass
@@ -53,14 +43,14 @@ class RankClock:
     windows: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     """Of each step: start of the first computation, end of the last, seconds that all computed."""
     most_in_flight: Counter[int] = field(default_factory=Counter)
-    traced: deque[tuple[list[Span], list[Message]]] = field(default_factory=lambda: deque(maxlen=TRACED_STEPS))
+    traced: deque[tuple[list[Span], list[Wait]]] = field(default_factory=lambda: deque(maxlen=TRACED_STEPS))
     num_steps: int = 0
 
     def add(
         self,
         spans: Sequence[Span],
         most_in_flight: Mapping[int, int],
-        messages: Iterable[tuple[str, str, str, float, float, float]] = (),
+        messages: Iterable[Wait] = (),
         *,
         trace: bool = False,
     ) -> None:
@@ -70,7 +60,7 @@ class RankClock:
             self.counts.clear()
             self.windows.clear()
         if trace and self.num_steps < LAST_TRACED:
-            self.traced.append((list(spans), [Message(*message) for message in messages]))
+            self.traced.append((list(spans), list(messages)))
         self.num_steps += 1
         self.most_in_flight |= Counter(most_in_flight)
         computed = [span for span in spans if span.action.kind in COMPUTE]
@@ -199,7 +189,7 @@ def _names(clock: RankClock) -> list[dict[str, Any]]:
 
 
 def _events(
-    clock: RankClock, spans: Sequence[Span], messages: Sequence[Message], window: tuple[float, float], base: float
+    clock: RankClock, spans: Sequence[Span], messages: Sequence[Wait], window: tuple[float, float], base: float
 ) -> list[dict[str, Any]]:
     """The spans of one rank and step, its waits, and where it computes nothing between ``window``'s start and end."""
     pid, found, at = _FIRST_PROCESS + clock.rank, [], window[0]
@@ -248,7 +238,7 @@ def _apart(pairs: Iterable[tuple[float, float]]) -> deque[tuple[float, float]]:
     return found
 
 
-def _under_way(clock: RankClock, messages: Sequence[Message], base: float) -> list[dict[str, Any]]:
+def _under_way(clock: RankClock, messages: Sequence[Wait], base: float) -> list[dict[str, Any]]:
     """Messages from launch to end, beside the lanes: several may be under way at once."""
     pid, found = _FIRST_PROCESS + clock.rank, []
     for number, message in enumerate(messages):
