@@ -113,6 +113,16 @@ def lose_peer_first(env: RankEnv) -> None:
         raise OSError("the step could not be finished") from error
 
 
+def time_out_after_the_loss_it_causes(env: RankEnv) -> None:
+    """Rank 1 gives up waiting for rank 2 and closes its connections, but rank 0 is the first to speak of it."""
+    if env.rank == 0:
+        raise ConnectionError("connection closed by peer")
+    if env.rank == 1:
+        time.sleep(0.2)
+        raise RuntimeError("timed out waiting 1000ms for recv operation to complete")
+    time.sleep(60)
+
+
 def die_with_a_child_that_lives(env: RankEnv) -> None:
     """Like a data worker, the child has inherited the rank's end of the pipe and keeps it open."""
     if os.fork() == 0:
@@ -298,6 +308,13 @@ def test_a_collective_that_times_out_shows_where_the_others_were() -> None:
     assert re.match(r"rank [01] failed: RuntimeError: .*[Tt]imed out", message)
     where = message.split("where the other ranks were:")[1]
     assert "rank 2:" in where and "in fail_on_rank_2" in where
+
+
+def test_a_timeout_is_blamed_before_the_lost_connections_it_causes() -> None:
+    with pytest.raises(RankError, match=r"^rank 1 failed: RuntimeError: timed out") as caught:
+        run_ranks(time_out_after_the_loss_it_causes, 3)
+    where = str(caught.value).split("where the other ranks were:")[1]
+    assert "rank 2:" in where and "in time_out_after_the_loss_it_causes" in where
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:

@@ -235,7 +235,8 @@ class Job:
         """Raise the failure that explains all others, as soon as it is known."""
         root = next((failure for failure in self.failures if not failure.consequence), None)
         if root is None and self.failures and time.monotonic() > self.blame_at:
-            root = self.failures[0]
+            # a rank that gives up waiting closes its connections, so its timeout explains the losses of the others
+            root = next((failure for failure in self.failures if failure.timeout), self.failures[0])
         if root is None:
             return
         if root.consequence and self.stopped:
