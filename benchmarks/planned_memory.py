@@ -33,7 +33,7 @@ from shardwright.schedule.make import make_schedule
 from shardwright.train.prepare import PreparedData, prepare_data
 from shardwright.train.step import Trainer
 from shardwright.train.supported import check_supported
-from shardwright.verify.memory import PADDING_BYTES, planned_memory
+from shardwright.verify.memory import PADDING_BYTES, compared_classes
 from shardwright.verify.parity import train_sampler
 
 STEPS, BAR = 2, 2.0
@@ -136,9 +136,7 @@ def worst_class(run: RunConfig, peaks: Sequence[dict[str, int]]) -> tuple[float,
     """Over every class of every rank: the largest error in per cent, beyond what padding adds, and where."""
     worst, where = 0.0, ""
     for rank, peak in enumerate(peaks):
-        planned = planned_memory(run, rank)
-        for kind in sorted(planned.keys() | peak.keys()):
-            got, want = peak.get(kind, 0), planned.get(kind, 0)
+        for kind, (got, want) in compared_classes(run, peak, rank).items():
             error = 100 * max(0, abs(got - want) - PADDING_BYTES) / max(got, want, 1)
             if error > worst:
                 worst, where = error, f"rank {rank}, {kind}: {got} bytes against {want} by the plan"

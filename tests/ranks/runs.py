@@ -87,12 +87,14 @@ class Judge:
         reference = str(config.model_copy(update={"layout": alone}))
         batches = whole_batches(train_sampler(config, self._data, 0))
         if rounds_choices(config):
-            self._references[reference] = reference_run(config, batches, STEPS, found)
-        elif reference not in self._references:
-            self._references[reference] = reference_run(config, batches, STEPS)
+            one = reference_run(config, batches, STEPS, found)  # it follows these ranks' choices
+        else:
+            if reference not in self._references:
+                self._references[reference] = reference_run(config, batches, STEPS)
+            one = self._references[reference]
         if str(config) not in self._dry:
             self._dry[str(config)] = self._dry_steps(config)
-        return compare(config, found, self._references[reference], self._dry[str(config)])
+        return compare(config, found, one, self._dry[str(config)])
 
     def _dry_steps(self, config: RunConfig) -> list[Ledger]:
         """The dry run of one stage, the stages in turn; of the others what it should show. Dry runs take most of the time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
 
 from shardwright.core.ledger import Ledger
@@ -41,10 +42,15 @@ def planned_memory(config: RunConfig, rank: int = 0) -> dict[str, int]:
 
 def memory_differences(config: RunConfig, ledger: Ledger, rank: int = 0, tolerance: float = 0.02) -> list[str]:
     """Where ``rank``'s measured peaks are not within ``tolerance`` of the planner's, one line each. For AdamW."""
+    return [
+        f"rank {rank}, {kind}: {got} bytes at the peak against {want}"
+        for kind, (got, want) in compared_classes(config, ledger.peak, rank).items()
+        if abs(got - want) > max(tolerance * want, PADDING_BYTES)
+    ]
+
+
+def compared_classes(config: RunConfig, peak: Mapping[str, int], rank: int = 0) -> dict[str, tuple[int, int]]:
+    """Measured and planned peak bytes of every class that the planner tells."""
     planned = planned_memory(config, rank)
-    lines = []
-    for kind in sorted(planned.keys() | ledger.peak.keys() - _NOT_PLANNED):
-        got, want = ledger.peak.get(kind, 0), planned.get(kind, 0)
-        if abs(got - want) > max(tolerance * want, PADDING_BYTES):
-            lines.append(f"rank {rank}, {kind}: {got} bytes at the peak against {want}")
-    return lines
+    kinds = sorted(planned.keys() | peak.keys() - _NOT_PLANNED)
+    return {kind: (peak.get(kind, 0), planned.get(kind, 0)) for kind in kinds}

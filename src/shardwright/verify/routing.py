@@ -1,9 +1,9 @@
 """Routers of a layout against one process: what the reference adds to the loss, and the routing that a dry run repeats.
 
-A choice of experts is no matter of degree: where two score nearly the same, the rounding of bf16 decides, and a token that goes
-to the other one changes both experts' gradients by more than any tolerance of rounding. So where a layout rounds that much, one
-process follows its choices, token by token, and they are judged by themselves: by its own scores they must be as good as the
-best, within the tolerance.
+A choice of experts is no matter of degree: where two score nearly the same, rounding decides (of bf16 often, of fp32 once in
+many thousand tokens), and a token that goes to the other one changes both experts' gradients by more than any tolerance of
+rounding. So where a layout rounds otherwise than the process that it is compared with, that process follows its choices, token
+by token, and they are judged by themselves: by its own scores they must be as good as the best, within the tolerance.
 """
 
 from __future__ import annotations
@@ -99,14 +99,15 @@ Choices = Mapping[int, Tensor]
 
 
 def rounds_choices(config: RunConfig) -> bool:
-    """Whether the layout rounds so much that tokens may go to other experts than in one process."""
-    return config.model.moe is not None and (config.layout.precision == "bf16" or config.layout.reduce_dtype != "fp32")
+    """Whether rounding may send tokens to other experts than in one process: in all but fp64."""
+    return config.model.moe is not None and (config.layout.precision != "fp64" or config.layout.reduce_dtype != "fp32")
 
 
 def check_comparable(config: RunConfig) -> None:
     """Refuse what cannot be compared: rounding that decides which tokens a full expert keeps."""
-    limit = Limit.of(config.layout.capacity, config.router.drop_by)
-    if rounds_choices(config) and limit is not None and limit.needs_scores:
+    limit, half_sums = Limit.of(config.layout.capacity, config.router.drop_by), config.layout.reduce_dtype != "fp32"
+    halves = config.layout.precision == "bf16" or half_sums
+    if config.model.moe is not None and halves and limit is not None and limit.needs_scores:
         asked = "router.drop_by=probability" if limit.by_score else f"moe={config.layout.moe}"
         half = "precision=bf16" if config.layout.precision == "bf16" else f"reduce_dtype={config.layout.reduce_dtype}"
         raise ConfigError(
