@@ -1,0 +1,86 @@
+"""The least that a data-parallel step can take here: ranks of ours that never talk, in turns with a peer whose ranks do.
+
+    python benchmarks/silent_ranks.py --out benchmarks/results/silent-ranks.json
+
+Each rank of "ours" trains alone, with the whole optimizer's work; ZeRO would do a share of it. ``forward_backward`` is a step
+without that. What a real layout takes beyond is communication and ranks that wait for one another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright import bench
+from shardwright.comm.mesh import Mesh
+from shardwright.core.run_config import RunConfig
+from shardwright.launch import RankEnv, launch
+from shardwright.train.data import MicroBatch
+from shardwright.train.step import Trainer
+
+SETTINGS = ("always", "after_backward")
+"""Of FSDP2, which ours has no use for."""
+
+
+def silent_step(
+    config: RunConfig, mesh: Mesh, device: torch.device, parts: list[dict[str, float]], classes: dict[str, int]
+) -> Callable[[list[MicroBatch]], Tensor]:
+    """A step of one rank alone."""
+    alone = config.layout.with_(dp=1, zero=0, reshard="auto")
+    trainer = Trainer(config.model_copy(update={"layout": alone}), Mesh.solo(), device)
+
+    def step(batches: list[MicroBatch]) -> Tensor:
+        result = trainer.step(batches, len(parts))
+        parts.append({"forward_backward": result.busy_seconds[0], "exposed_communication": 0.0})
+        classes.update(result.ledger.peak)
+        return torch.tensor(result.loss, device=device)
+
+    return step
+
+
+def silent_rank(env: RankEnv, side: bench.Side) -> dict[str, Any]:
+    bench._our_step = silent_step
+    return bench._bench_rank(env, side)
+
+
+def run_side(side: bench.Side) -> dict[str, Any]:
+    layout = side.config.layout
+    results = launch(
+        silent_rank, layout.world_size, (side,), layout=str(layout), threads_per_rank=1, tune_memory=side.tuned,
+        timeout_s=bench.TURN_LIMIT_S,
+    )  # fmt: skip
+    found: dict[str, Any] = results[0]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", default="fsdp2")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="keep the JSON here")
+    options = parser.parse_args()
+    bench._run_side = run_side
+    results = {}
+    for reshard in SETTINGS:
+        layout = f"dp=2,micro_batch=4,zero=3,reshard={reshard},comm=auto"
+        found = bench.bench_training(layout, options.peer, "bench-25m", 256, options.rounds, 1)
+        ours, theirs = found["ours"], found["peer"]["step_seconds"]
+        update = ours["step_seconds"] - ours["forward_backward"]
+        found["ratio_with_its_share_of_the_update"] = (ours["forward_backward"] + update / 2) / theirs
+        results[reshard] = found
+        share = found["ratio_with_its_share_of_the_update"]
+        ratios = f"{found['ratio']:.3f} of {options.peer}'s step, {share:.3f} with half of the update"
+        times = f"{ours['step_seconds']:.3f} against {theirs:.3f} s"
+        print(f"reshard={reshard}: {ratios} ({times}, of processor time {found['ratio_of_processor_time']:.3f})", flush=True)
+    if options.out is not None:
+        options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
