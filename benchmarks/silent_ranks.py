@@ -14,49 +14,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwright import bench
 from shardwright.comm.mesh import Mesh
 from shardwright.core.run_config import RunConfig
-from shardwright.launch import RankEnv, launch
+from shardwright.launch import RankEnv
 from shardwright.train.data import MicroBatch
-from shardwright.train.step import Trainer
 
+bench_rank = bench._bench_rank
 SETTINGS = ("always", "after_backward")
 """Of FSDP2, which ours has no use for."""
 
 
-def silent_step(
-    config: RunConfig, mesh: Mesh, device: torch.device, parts: list[dict[str, float]], classes: dict[str, int]
-) -> Callable[[list[MicroBatch]], Tensor]:
-    """A step of one rank alone."""
-    alone = config.layout.with_(dp=1, zero=0, reshard="auto")
-    trainer = Trainer(config.model_copy(update={"layout": alone}), Mesh.solo(), device)
-
-    def step(batches: list[MicroBatch]) -> Tensor:
-        result = trainer.step(batches, len(parts))
-        parts.append({"forward_backward": result.busy_seconds[0], "exposed_communication": 0.0})
-        classes.update(result.ledger.peak)
-        return torch.tensor(result.loss, device=device)
-
-    return step
-
-
 def silent_rank(env: RankEnv, side: bench.Side) -> dict[str, Any]:
+    """`bench`'s rank with a trainer that has no peers."""
+    our_step = bench._our_step
+
+    def silent_step(config: RunConfig, mesh: Mesh, *rest: Any) -> Callable[[list[MicroBatch]], Tensor]:
+        alone = config.layout.with_(dp=1, zero=0, reshard="auto")
+        return our_step(config.model_copy(update={"layout": alone}), Mesh.solo(), *rest)
+
     bench._our_step = silent_step
-    return bench._bench_rank(env, side)
-
-
-def run_side(side: bench.Side) -> dict[str, Any]:
-    layout = side.config.layout
-    results = launch(
-        silent_rank, layout.world_size, (side,), layout=str(layout), threads_per_rank=1, tune_memory=side.tuned,
-        timeout_s=bench.TURN_LIMIT_S,
-    )  # fmt: skip
-    found: dict[str, Any] = results[0]
-    return found
+    return bench_rank(env, side)
 
 
 def main() -> None:
@@ -65,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, help="keep the JSON here")
     options = parser.parse_args()
-    bench._run_side = run_side
+    bench._bench_rank = silent_rank
     results = {}
     for reshard in SETTINGS:
         layout = f"dp=2,micro_batch=4,zero=3,reshard={reshard},comm=auto"
