@@ -160,7 +160,7 @@ def planned(mbit: float) -> dict[str, float]:
     from shardwright.core.cluster import Cluster, LinkLevel
     from shardwright.core.layout import Layout
     from shardwright.core.model_config import ModelConfig
-    from shardwright.plan.search import price_with_neighbours
+    from shardwright.plan.neighbours import price_with_neighbours
     from shardwright.plan.step_time import Pricer
 
     with tempfile.TemporaryDirectory(prefix="shardwright-cluster-") as name:

@@ -23,8 +23,9 @@ from shardwright import RunConfig
 from shardwright.ops.attention import CausalAttend
 from shardwright.train.continuation import load_model
 from shardwright.train.display import TrainDisplay
-from shardwright.train.loop import RunOptions, prepare_run, train
+from shardwright.train.loop import train
 from shardwright.train.metrics import read_metrics
+from shardwright.train.start import RunOptions, prepare_run
 
 FIRST, SECOND = "tp=2,pp=2,microbatches=4,micro_batch=2", "dp=2,tp=2,microbatches=2,micro_batch=2"
 """Eight sequences in a step, both."""

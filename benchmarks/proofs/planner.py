@@ -17,7 +17,8 @@ from shardwright.core.plan import GIB
 from shardwright.core.presets import preset
 from shardwright.core.run_config import RunConfig
 from shardwright.plan.accuracy import assess
-from shardwright.plan.search import exhaustive, search
+from shardwright.plan.exhaustive import exhaustive
+from shardwright.plan.search import search
 from shardwright.plan.serving_rows import read_runs
 from shardwright.plan.step_time import Pricer
 from shardwright.train.dryrun import dry_run

@@ -37,8 +37,8 @@ from shardwright.errors import ConfigError, RankError, ShardwrightError
 from shardwright.launch import RankEnv, device_for, init_process_group, launch
 from shardwright.model.transformer import Transformer
 from shardwright.train.data import MicroBatch
-from shardwright.train.loop import check_start
 from shardwright.train.memory import MemoryWatch
+from shardwright.train.start import check_start
 from shardwright.train.step import Trainer
 from shardwright.train.supported import DTYPES
 from shardwright.train.units import format_bytes

@@ -87,9 +87,9 @@ def train(
     with last_words(Path(settings.train.run_dir), quiet=not _is_main()):
         _warm_up()
         from shardwright.train.display import TrainDisplay, tokenise_progress
-        from shardwright.train.loop import RunOptions, prepare_run
         from shardwright.train.loop import train as run
         from shardwright.train.report import final_report
+        from shardwright.train.start import RunOptions, prepare_run
 
         quiet = as_json or not _is_main()
         console = Console(quiet=quiet)

@@ -18,8 +18,9 @@ from shardwright.core.run_config import RunConfig
 from shardwright.errors import ShardwrightError
 from shardwright.train.continuation import continue_text
 from shardwright.train.display import TrainDisplay, tokenise_progress
-from shardwright.train.loop import RunOptions, prepare_run, train
+from shardwright.train.loop import train
 from shardwright.train.report import final_report
+from shardwright.train.start import RunOptions, prepare_run
 from shardwright.train.stop import last_words
 from shardwright.train.text import PYTHON_LIBRARY
 

@@ -116,7 +116,7 @@ def test_text_of_which_nothing_is_held_out_trains_without_evaluation(tmp_path: P
 
 
 def test_ctrl_c_before_the_first_step_is_no_traceback(tmp_path: Path, short: dict[str, Any]) -> None:
-    with mock.patch("shardwright.train.loop.prepare_data", side_effect=KeyboardInterrupt):
+    with mock.patch("shardwright.train.start.prepare_data", side_effect=KeyboardInterrupt):
         outcome = shardwright("train", TINY, *sets(**short, train__run_dir=tmp_path / "run"))
     assert outcome == Outcome(130, "", "stopped by Ctrl-C; no checkpoint was saved\ninterrupted\n")
 

@@ -14,8 +14,9 @@ from rich.console import Console
 
 from e2e.kit import PROJECT
 from shardwright.core.run_config import RunConfig
-from shardwright.train.loop import RunOptions, prepare_run, train
+from shardwright.train.loop import train
 from shardwright.train.metrics import read_metrics
+from shardwright.train.start import RunOptions, prepare_run
 
 STEPS, QUIET = 6, Console(quiet=True)
 

@@ -21,7 +21,7 @@ from shardwright.comm.flight import REPORT, file_of, read_flight
 from shardwright.errors import RankError
 from shardwright.launch import RankEnv
 from shardwright.train import loop
-from shardwright.train.loop import RunOptions, prepare_run
+from shardwright.train.start import RunOptions, prepare_run
 from shardwright.train.step import Trainer
 
 LIMIT_S = 4.0

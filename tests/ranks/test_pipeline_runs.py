@@ -35,9 +35,10 @@ from shardwright.schedule.action import COMPUTE, Action, Kind
 from shardwright.schedule.make import INTERLEAVED, make_schedule
 from shardwright.schedule.memory import in_flight_by_stage
 from shardwright.train.dryrun import dry_stage
-from shardwright.train.loop import RunOptions, prepare_run, run_rank
+from shardwright.train.loop import run_rank
 from shardwright.train.metrics import read_metrics
 from shardwright.train.prepare import PreparedData, prepare_data
+from shardwright.train.start import RunOptions, prepare_run
 from shardwright.train.step import Trainer
 from shardwright.train.supported import check_supported
 from shardwright.verify.parity import reference_run, train_sampler, whole_batches

@@ -32,9 +32,10 @@ from shardwright.launch import RankEnv, init_process_group, run_local_ranks
 from shardwright.parallel.hooks import AllReduce
 from shardwright.train.checkpoints import RunCheckpoints
 from shardwright.train.data import TrainSampler
-from shardwright.train.loop import RunOptions, check_same_config, open_split, prepare_run, run_rank
+from shardwright.train.loop import run_rank
 from shardwright.train.metrics import read_metrics
 from shardwright.train.prepare import PreparedData
+from shardwright.train.start import RunOptions, check_same_config, open_split, prepare_run
 from shardwright.train.step import Trainer
 
 STEPS = 10

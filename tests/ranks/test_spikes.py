@@ -15,9 +15,9 @@ from ranks.test_resume import Plan, make_config, planned_rank
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import NonFiniteError
 from shardwright.launch import RankEnv, run_local_ranks
-from shardwright.train.loop import RunOptions, prepare_run
 from shardwright.train.metrics import read_metrics
 from shardwright.train.optim import NormWatch
+from shardwright.train.start import RunOptions, prepare_run
 from shardwright.train.step import Trainer
 
 STEPS = 12

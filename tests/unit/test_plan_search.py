@@ -18,9 +18,11 @@ from shardwright.core.plan import GIB
 from shardwright.core.presets import preset
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.plan.command import load_model, make_plan, plan_layout
+from shardwright.plan.exhaustive import exhaustive
 from shardwright.plan.explain import in_words
+from shardwright.plan.neighbours import neighbours, price_with_neighbours
 from shardwright.plan.report import html_report, write_report
-from shardwright.plan.search import default_global_batch, exhaustive, neighbours, price_with_neighbours, search
+from shardwright.plan.search import default_global_batch, search
 from shardwright.plan.step_time import Pricer
 
 KEYS = {

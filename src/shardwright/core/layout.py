@@ -299,7 +299,7 @@ class Layout:
                 f"the {self.global_batch} sequences of a step do not divide over dp={dp}; "
                 f"start processes for dp={_divisors(self.global_batch)}"
             )
-        micro_batch = max(size for size in _divisor_list(share) if size <= self.micro_batch)
+        micro_batch = max(size for size in divisors(share) if size <= self.micro_batch)
         replicas = gcd(self.dp_replicate, dp * self.cp)
         return self.with_(dp=dp, micro_batch=micro_batch, microbatches=share // micro_batch, dp_replicate=replicas)
 
@@ -312,7 +312,7 @@ class Layout:
             )
         kv = model.num_kv_heads
         if kv % self.tp and self.tp % kv:
-            good = [tp for tp in _divisor_list(model.num_heads) if kv % tp == 0 or tp % kv == 0]
+            good = [tp for tp in divisors(model.num_heads) if kv % tp == 0 or tp % kv == 0]
             raise LayoutError(
                 f"tp={self.tp} and the model's {kv} KV heads must divide one another; use tp={_either(good)}"
             )
@@ -326,7 +326,7 @@ class Layout:
         if self.ep > 1 and model.moe is None:
             raise LayoutError(f"ep={self.ep} needs a model with experts; {model.name} has none: leave ep out")
         if model.moe is not None and model.moe.num_experts % self.ep:
-            fitting = [k for k in _divisor_list(model.moe.num_experts) if self.grid.stage_size % k == 0]
+            fitting = [k for k in divisors(model.moe.num_experts) if self.grid.stage_size % k == 0]
             raise LayoutError(
                 f"ep={self.ep} must divide the model's {model.moe.num_experts} experts; use ep={_either(fitting)}"
             )
@@ -386,7 +386,7 @@ class Layout:
                 f"use cp={_divisors(heads)}, or cp_kind=ring"
             )
         if kv_heads % self.cp and self.cp % kv_heads:
-            good = [cp for cp in _divisor_list(heads) if kv_heads % cp == 0 or cp % kv_heads == 0]
+            good = [cp for cp in divisors(heads) if kv_heads % cp == 0 or cp % kv_heads == 0]
             raise LayoutError(
                 f"cp={self.cp} with cp_kind=ulysses and the {kv_heads} KV heads of a rank must divide one another; "
                 f"use cp={_either(good)}, or cp_kind=ring"
@@ -413,12 +413,13 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise LayoutError(f"{name}={value} is not known; {hint}")
 
 
-def _divisor_list(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Every number that divides ``number``, least first."""
     return [k for k in range(1, number + 1) if number % k == 0]
 
 
 def _divisors(number: int) -> str:
-    return _either(_divisor_list(number))
+    return _either(divisors(number))
 
 
 def _either(numbers: list[int]) -> str:

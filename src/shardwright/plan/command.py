@@ -16,7 +16,8 @@ from shardwright.core.run_config import RunConfig
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.plan.compute import OPERAND_BYTES
 from shardwright.plan.explain import assumptions, dropped_terms
-from shardwright.plan.search import default_global_batch, price_with_neighbours, search
+from shardwright.plan.neighbours import price_with_neighbours
+from shardwright.plan.search import default_global_batch, search
 from shardwright.plan.serve_search import ServingPlan, Target, plan_serving
 from shardwright.plan.serving import Load, ServingPricer
 from shardwright.plan.stack import Fit, default_stack, fit_of, serving_stack

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from itertools import product
 from types import MappingProxyType
 from typing import Any
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.layout import CHOICES, RECOMPUTE, SCHEDULES, Layout
+from shardwright.core.layout import CHOICES, SCHEDULES, Layout, divisors
 from shardwright.core.model_config import ModelConfig
 from shardwright.core.plan import GIB, Candidate, Plan
-from shardwright.errors import ConfigError, LayoutError
+from shardwright.errors import ConfigError
+from shardwright.plan.neighbours import remedy
 from shardwright.plan.stack import Stack
 from shardwright.plan.step_time import Pricer
 from shardwright.schedule.make import INTERLEAVED
@@ -120,76 +120,17 @@ def search(
     )
 
 
-def exhaustive(pricer: Pricer, batch: int, precision: str = "bf16") -> Plan:
-    """The fastest of all layouts that fit, by the schedule's rows: what the search's shortcuts are measured against.
-
-    Every product of degrees, micro-batches, schedules, chunks, recomputation, sequence parallelism, rank orders and
-    shardings, none of them as the search makes them. Left out is only what cannot win: a layout of which the slowest rank's
-    own work takes longer than a whole step that was found. Slow; for small clusters.
-    """
-    groups = sorted(
-        ((pricer.least_seconds(base), str(base), base) for base in _all_bases(pricer, batch, precision)),
-        key=lambda group: group[:2],
-    )
-    best: tuple[float, str, Layout] | None = None
-    for least, _, base in groups:
-        if best is not None and least >= best[0]:
-            break
-        for sharding in _all_shardings(base):
-            layout = base.with_(**sharding)
-            if pricer.peak_bytes(layout, walk=False) > pricer.cluster.chip.memory_bytes:
-                continue
-            if pricer.peak_bytes(layout) <= pricer.cluster.chip.memory_bytes:
-                found = (pricer.seconds(layout), str(layout), layout)
-                best = found if best is None or found[:2] < best[:2] else best
-    if best is None:
-        raise ConfigError(f"no layout of {pricer.model.name} fits {pricer.cluster.world_size} GPUs; use more")
-    return pricer.price(best[2])
-
-
-def _all_bases(pricer: Pricer, batch: int, precision: str) -> Iterator[Layout]:
-    """Every legal layout but for how its state is sharded."""
-    model, world = pricer.model, pricer.cluster.world_size
-    reduce_dtype = "fp32" if precision == "fp32" else "bf16"
-    experts = 1 if model.moe is None else model.moe.num_experts
-    for tp, pp, cp, ep in product(_divisors(world), _divisors(world), _divisors(world), _divisors(experts)):
-        dp, rest = divmod(world, tp * pp * cp)
-        if rest or (tp * cp * dp) % ep or batch % dp:
-            continue
-        kinds = [(kind, 1) for kind in SCHEDULES if kind not in INTERLEAVED] if pp > 1 else [("1f1b", 1)]
-        if pp > 1:
-            kinds += [(kind, virtual) for kind in INTERLEAVED for virtual in range(2, model.num_layers // pp + 1)]
-        switches = product(
-            _divisors(batch // dp), kinds, RECOMPUTE, ("auto", "off") if tp > 1 else ("auto",),
-            CHOICES["order"] if pp > 1 and dp > 1 else ("tp-cp-dp-pp",),
-        )  # fmt: skip
-        for size, (schedule, virtual), recompute, sp, order in switches:
-            layout = Layout(
-                tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, micro_batch=size, microbatches=batch // dp // size,
-                schedule=schedule, virtual=virtual, recompute=recompute, sp=sp, order=order, precision=precision,
-                reduce_dtype=reduce_dtype,
-            )  # fmt: skip
-            if not _refusal(pricer, layout):
-                yield layout
-
-
-def _all_shardings(base: Layout) -> Iterator[dict[str, Any]]:
-    for zero, accumulate, reshard in product((0, 1, 2, 3), CHOICES["accumulate"], CHOICES["reshard"]):
-        if (zero >= 2 or accumulate == "defer") and (zero == 3 or reshard == "auto"):
-            yield {"zero": zero, "accumulate": accumulate, "reshard": reshard}
-
-
 def _degrees(pricer: Pricer, batch: int, precision: str, rejections: Rejections) -> Iterator[Layout]:
     """Layouts that use every GPU, before memory is looked at."""
     model, cluster = pricer.model, pricer.cluster
     world = cluster.world_size
     fast = cluster.fast_size
-    for tp in _divisors(world):
+    for tp in divisors(world):
         reason = _tensor_reason(model, tp, fast)
         if reason:
             rejections.reasons[reason] += 1
             continue
-        for pp in _divisors(world // tp):
+        for pp in divisors(world // tp):
             if pp > model.num_layers:
                 rejections.reasons[f"pp above the model's {model.num_layers} layers"] += 1
                 continue
@@ -228,19 +169,10 @@ def _batches(pricer: Pricer, degrees: dict[str, int | str], sequences: int, reje
                     "schedule": "interleaved" if virtual > 1 else "1f1b", "reduce_dtype": reduce_dtype,
                 }
             )  # fmt: skip
-            if reason := _refusal(pricer, layout):
+            if reason := pricer.refusal(layout):
                 rejections.reasons[reason] += 1
                 continue
             yield layout
-
-
-def _refusal(pricer: Pricer, layout: Layout) -> str:
-    """Why the model, the cluster or training refuses ``layout``; empty where none does."""
-    try:
-        pricer.check(layout)
-    except LayoutError as error:
-        return str(error)
-    return ""
 
 
 def _fitting(pricer: Pricer, base: Layout, rejections: Rejections) -> Iterator[tuple[Layout, float]]:
@@ -310,7 +242,7 @@ class Shortlist:
             text = str(layout)
             if text in self._seen:
                 return index == 0
-            if _refusal(self.pricer, layout) or self.pricer.peak_bytes(layout, walk=False) > self.capacity:
+            if self.pricer.refusal(layout) or self.pricer.peak_bytes(layout, walk=False) > self.capacity:
                 continue
             self._seen.add(text)
             heappush(self._queue, (self.pricer.quick(layout), len(text), text, layout, choices[index + 1 :]))
@@ -437,63 +369,7 @@ def _nothing_legal(pricer: Pricer, batch: int, rejections: Rejections) -> str:
     return f"no layout of {name} uses all {gpus} GPUs with a global batch of {batch}: {reason}; change the batch or the GPUs"
 
 
-def neighbours(layout: Layout) -> list[Layout]:
-    """Layouts one change away that need less memory: what would make ``layout`` fit."""
-    changes: list[dict[str, Any]] = []
-    if layout.dp * layout.cp > 1:
-        reduced = {"accumulate": "reduce"} if layout.microbatches > 1 else {}
-        changes += [{"zero": zero, **(reduced if zero > 1 else {})} for zero in (1, 2, 3) if zero > layout.zero]
-    if layout.recompute != "full":
-        changes.append({"recompute": "full"})
-    if layout.micro_batch % 2 == 0:
-        changes.append({"micro_batch": layout.micro_batch // 2, "microbatches": layout.microbatches * 2})
-    if layout.dp % 2 == 0:
-        more = {"dp": layout.dp // 2, "microbatches": layout.microbatches * 2}
-        changes += [{**more, "tp": layout.tp * 2}, {**more, "pp": layout.pp * 2}, {**more, "cp": layout.cp * 2}]
-    changes.append({"offload": "optimizer"})
-    found = []
-    for change in changes:
-        try:
-            found.append(layout.with_(**change).without_idle())
-        except LayoutError:
-            continue
-    return found
-
-
-def remedy(pricer: Pricer, layout: Layout) -> str:
-    """The first change that makes ``layout`` fit, in words for the end of a sentence; empty where none does."""
-    for other in neighbours(layout):
-        if not _refusal(pricer, other) and pricer.peak_bytes(other) <= pricer.cluster.chip.memory_bytes:
-            changed = [f for f in fields(Layout) if getattr(other, f.name) != getattr(layout, f.name)]
-            return "; fits with " + ", ".join(f"{f.name}={getattr(other, f.name)}" for f in changed)
-    return ""
-
-
-def price_with_neighbours(pricer: Pricer, layout: Layout, top: int = 5) -> Plan:
-    """One layout with its neighbours: those that fit as candidates, the others as rejected with the reason."""
-    plan = pricer.price(layout)
-    fitting, rejected = [plan], []
-    for other in neighbours(layout):
-        if reason := _refusal(pricer, other):
-            rejected.append(Candidate(other, reason=reason))
-            continue
-        near = pricer.price(other)
-        if near.fits:
-            fitting.append(near)
-        else:
-            lacks = (near.device_bytes - near.capacity) / GIB
-            reason = f"{lacks:.1f} GiB more than the GPU has"
-            rejected.append(Candidate(other, near.step.seconds, near.device_bytes, reason))
-    shown = sorted((p for p in fitting if p.fits), key=lambda p: p.step.seconds)[:top]
-    candidates = tuple(Candidate(p.layout, p.step.seconds, p.memory[0].total) for p in shown)
-    return replace(plan, candidates=candidates, rejected=tuple(rejected))
-
-
 # -- degrees ---------------------------------------------------------------------------------------
-
-
-def _divisors(number: int) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0]
 
 
 def _tensor_reason(model: ModelConfig, tp: int, fast: int) -> str:
@@ -514,7 +390,7 @@ def _context_degrees(seq: int, ranks: int) -> list[int]:
 def _expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
     if model.moe is None:
         return [1]
-    return [ep for ep in _divisors(model.moe.num_experts) if ranks % ep == 0]
+    return [ep for ep in divisors(model.moe.num_experts) if ranks % ep == 0]
 
 
 def _virtual_stages(layers: int, pp: int) -> list[int]:

@@ -149,6 +149,14 @@ class Pricer:
         if layout.sequence_parallel and tokens % layout.tp:
             raise LayoutError(f"sp=on: tp={layout.tp} must divide the {tokens} tokens of a micro-batch")
 
+    def refusal(self, layout: Layout) -> str:
+        """Why :meth:`check` refuses ``layout``; empty where it does not."""
+        try:
+            self.check(layout)
+        except LayoutError as error:
+            return str(error)
+        return ""
+
     def units_of_ranks(self, layout: Layout) -> list[RankUnits]:
         """The units of every pipeline rank."""
         key = (layout.pp, layout.virtual, layout.schedule, layout.stages)

@@ -1,127 +1,46 @@
 """The run: what every rank does from the first step to the last checkpoint, and what the starting process shows.
 
-``prepare_run`` and then ``train`` are what the command line and `make demo` call: check and tokenise, then start the
-ranks, draw what they report, and return the summary. ``run_rank`` is one rank's whole life.
+``prepare_run`` (`train.start`) and then ``train`` are what the command line and `make demo` call: check and tokenise, then
+start the ranks, draw what they report, and return the summary. ``run_rank`` is one rank's whole life.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import tomli_w
 import torch
 
-from shardwright.checkpoint.hf import hf_names
-from shardwright.checkpoint.manifest import check_fresh, check_sizes, latest_checkpoint, named_steps
-from shardwright.checkpoint.remote import RemoteStore, check_store
-from shardwright.comm.base import Comm
-from shardwright.comm.flight import REPORT, FlightRecorder, clear_flight, hang_report, report_file, reports
+from shardwright.comm.flight import clear_flight
 from shardwright.comm.mesh import Mesh
 from shardwright.core.ledger import Ledger
 from shardwright.core.run_config import RunConfig
-from shardwright.errors import CheckpointError, ConfigError, NonFiniteError, RankError
-from shardwright.launch import RankEnv, device_for, init_process_group, launch, torchrun_env
+from shardwright.errors import ConfigError, NonFiniteError
+from shardwright.launch import RankEnv, device_for, init_process_group, launch
 from shardwright.plan.collectives import predict_step
 from shardwright.train.blame import blame
 from shardwright.train.checkpoints import RunCheckpoints
-from shardwright.train.data import Blend, EvalSampler, MicroBatch, Prefetcher, TrainSampler, open_blend
+from shardwright.train.data import EvalSampler, MicroBatch, Prefetcher, TrainSampler
 from shardwright.train.display import TrainDisplay
 from shardwright.train.experts import ExpertHistory, balance_record
+from shardwright.train.flight import flight_record, flight_report
 from shardwright.train.metrics import MetricsWriter, bits_per_byte, peak_memory_bytes
 from shardwright.train.peak import peak_flops
 from shardwright.train.placement import check_placement
-from shardwright.train.prepare import PreparedData, prepare_data
+from shardwright.train.prepare import PreparedData
+from shardwright.train.start import RunOptions, check_same_config, open_split
 from shardwright.train.step import StepResult, Trainer
-from shardwright.train.supported import check_supported
 from shardwright.train.timeline import RankClock, pipeline_report, write_trace
 
-CLOCK_S = 0.05
-"""Times of files are coarser than the clock by so much at most."""
-MOST_LINES = 200
-"""Lines of a report in the error of a run; the file has all."""
 MOST_TIMES_BACK = 3
 """How often a run goes back before it gives up."""
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What a command adds to a run's config. ``resume``: ``auto``, ``none`` or the path of a checkpoint.
-
-    ``check_replicas``: after each step, that ranks hold alike what they must (`placement`).
-    """
-
-    resume: str = "none"
-    profile: bool = False
-    check_replicas: bool = False
-
-
-def prepare_run(
-    config: RunConfig, options: RunOptions, progress: Callable[[int, int, str], None] | None = None
-) -> PreparedData:
-    """All checks that need no rank, and the tokenised data; raises before anything is written to the run folder."""
-    check_start(config)
-    hf_names(config.model)  # a model that its family's format cannot hold would fail only at the first save
-    config.model.to_hf()
-    check_run_dir(Path(config.train.run_dir), options.resume, config.train.checkpoint_url)
-    data = prepare_data(config, progress)
-    open_split(config, data, "train")
-    if data.valid:
-        open_split(config, data, "valid")
-    return data
-
-
-def check_start(config: RunConfig) -> None:
-    """Refuse a layout that cannot be trained yet, or that needs another number of ranks than torchrun has started."""
-    check_supported(config)
-    env = torchrun_env()
-    if env is not None:
-        config.layout.check_world(env.world_size)
-
-
-def check_run_dir(run_dir: Path, resume: str, url: str | None = None) -> None:
-    """Refuse what would mix two runs in one folder or store, a torn checkpoint, and a folder that cannot be written."""
-    root = run_dir / "checkpoints"
-    store = None if url is None else RemoteStore(url)
-    if store is not None and resume != "auto":
-        check_store(store, Path(resume) if Path(resume).resolve().parent == root.resolve() else None)
-    if resume == "auto":
-        named = named_steps(root)
-        if named and store is None and latest_checkpoint(root, lambda text: None) is None:
-            raise CheckpointError(
-                f"{root} has no complete checkpoint to continue from ({', '.join(path.name for path in named.values())} "
-                "lack data); move them away to start again, or give a new run folder"
-            )
-    elif resume == "none":
-        check_fresh(root)
-    elif Path(resume).is_dir():
-        check_sizes(Path(resume))
-        check_fresh(root, resume)
-    else:
-        raise CheckpointError(f"--resume {resume}: no such checkpoint; give a folder step-N, auto or none")
-    parent = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        raise ConfigError(f"train.run_dir={run_dir} cannot be made: {parent} is no folder to write in; give another")
-
-
-def open_split(config: RunConfig, data: PreparedData, split: Literal["train", "valid"]) -> Blend:
-    """The run's sources of one split as one blend; raises `DataError` where one is missing, torn or too short."""
-    return open_blend(
-        data.train if split == "train" else data.valid,
-        split,
-        config.data.seq_len,
-        config.train.seed,
-        cross_documents=config.data.cross_documents,
-        vocab_size=config.model.vocab_size,
-    )
 
 
 def train(
@@ -156,39 +75,6 @@ def train(
     return summary
 
 
-@contextmanager
-def flight_report(folder: Path, num_ranks: int) -> Iterator[None]:
-    """Around a run: when a rank was lost, what the records of all ranks say is added to the error and written to
-    ``report.txt``. Ranks that called different things come first: the rank that died of it may have been right."""
-    env, since = torchrun_env(), time.time() - CLOCK_S
-    try:
-        yield
-    except RankError as error:
-        if num_ranks == 1 or (env is not None and not reports(env.rank, num_ranks)):
-            raise
-        report = hang_report(folder, num_ranks, since=since)
-        if not report.states:  # no rank came so far
-            raise
-        # What the first rank that waited too long saw: since then others may have come, and all were ended.
-        every = [report_file(folder, env.rank)] if env is not None else folder.glob("report-*.txt")
-        written = sorted((path for path in every if path.is_file() and _written_at(path) >= since), key=_written_at)
-        try:
-            told = next((REPORT + path.read_text("utf-8").rpartition(REPORT)[2].rstrip() for path in written), str(report))
-        except OSError:
-            told = str(report)
-        lead, lines = report.differ[:1], told.splitlines()
-        if env is None:
-            with suppress(OSError):
-                (folder / "report.txt").write_text("\n".join([*lead, str(error), told, ""]), encoding="utf-8")
-        if len(lines) > MOST_LINES:
-            lines[MOST_LINES:] = [f"{len(lines) - MOST_LINES} lines more in the reports of {folder}"]
-        raise RankError("\n".join([*lead, str(error), *lines]), rank=-1 if lead else error.rank) from error
-
-
-def _written_at(path: Path) -> float:
-    return path.stat().st_mtime
-
-
 def _show(display: TrainDisplay, message: Mapping[str, Any]) -> None:
     if "record" in message:
         display.update(message["record"])
@@ -217,51 +103,6 @@ def run_rank(env: RankEnv, config: RunConfig, data: PreparedData, options: RunOp
         return Run(env, config, data, options, mesh, device).go()
     with flight_record(folder, mesh):
         return Run(env, config, data, options, mesh, device).go()
-
-
-@contextmanager
-def flight_record(folder: Path, mesh: Mesh) -> Iterator[None]:
-    """Write every verb of ``mesh`` to ``folder`` inside. When a rank is lost or late, what the records of all ranks say then
-    is written to ``report-RANK.txt``."""
-    try:
-        flight = FlightRecorder(folder, mesh.rank, mesh.grid)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}; give another train.run_dir") from error
-    mesh.recorder.flight = flight
-    try:
-        yield
-    except RankError as error:
-        if reports(mesh.rank, mesh.world.size):
-            report = hang_report(folder, mesh.world.size)
-            with suppress(OSError):  # the error is raised in any case
-                report_file(folder, mesh.rank).write_text(f"{error}\n{report}\n", encoding="utf-8")
-        raise
-    finally:
-        mesh.recorder.flight = None
-        flight.close()
-
-
-def check_same_config(config: RunConfig, world: Comm) -> None:
-    """Refuse to start when a rank was given another config; names the field and both values."""
-    mine = _flat(config.to_table())
-    every = world.gather_objects(mine)
-    for rank, other in enumerate(every):
-        for key in sorted(every[0].keys() | other.keys()):
-            if every[0].get(key) != other.get(key):
-                raise ConfigError(
-                    f"rank {rank} was started with {key}={other.get(key)!r} but rank 0 with {key}={every[0].get(key)!r}; "
-                    "start all ranks with the same run file and flags"
-                )
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 class Run:

@@ -11,7 +11,7 @@ from shardwright.core.run_config import RunConfig
 from shardwright.errors import ConfigError
 from shardwright.launch import torchrun_env
 from shardwright.train.display import tokenise_progress
-from shardwright.train.loop import check_start
+from shardwright.train.start import check_start
 from shardwright.verify.broken import break_everything
 from shardwright.verify.gradient_files import check_folder
 from shardwright.verify.matrix import verify_matrix

@@ -22,9 +22,10 @@ from shardwright.checkpoint.manifest import PARTIAL, latest_checkpoint, step_of
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import RankError
 from shardwright.launch import PRELOAD, RankEnv, run_local_ranks
-from shardwright.train.loop import RunOptions, prepare_run, run_rank
+from shardwright.train.loop import run_rank
 from shardwright.train.metrics import read_metrics
 from shardwright.train.prepare import PreparedData
+from shardwright.train.start import RunOptions, prepare_run
 
 
 @dataclass(frozen=True)
