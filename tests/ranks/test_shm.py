@@ -336,6 +336,85 @@ def test_buffers_reused_back_to_back(world: int) -> None:
     run_ranks(reuse_buffers, world)
 
 
+def arrive_first(env: RankEnv) -> None:
+    comm, gloo_barrier = shared_world(env), gloo(env).barrier
+    own = comm.empty(30_000, torch.float32, CPU).fill_(env.rank)
+    whole = comm.empty(30_000 * comm.size, torch.float32, CPU)
+    expected = torch.arange(comm.size, dtype=torch.float32).repeat_interleave(30_000)
+    gather = comm.all_gather_start(whole, own, name="weights")
+    gloo_barrier()
+    if env.rank == 0:
+        gather.arrive()  # nobody else has looked at it yet
+        assert torch.equal(whole, expected) and not gather.done
+    gloo_barrier()
+    comm.all_reduce(torch.ones(3), name="gradients")
+    own.fill_(-1.0)
+    gather.arrive()
+    assert torch.equal(whole, expected)
+
+
+def test_a_gather_arrives_before_peers_have_read() -> None:
+    """Ranks of which one is faster need not go in step."""
+    run_ranks(arrive_first, 3, time_limit=20.0)
+
+
+def read_late(env: RankEnv) -> None:
+    comm, gloo_barrier = shared_world(env), gloo(env).barrier
+    own = comm.empty(30_000, torch.float32, CPU).fill_(env.rank)
+    whole, ones = comm.empty(30_000 * comm.size, torch.float32, CPU), torch.ones(3)
+    if env.rank == 1:  # both verbs are called before it can read
+        works = [comm.all_gather_start(whole, own, name="weights"), comm.all_reduce_start(ones, name="gradients")]
+    gloo_barrier()
+    if env.rank != 1:
+        works = [comm.all_gather_start(whole, own, name="weights"), comm.all_reduce_start(ones, name="gradients")]
+    gloo_barrier()
+    if env.rank == 1:
+        time.sleep(0.3)
+    works[1].wait()
+    own.fill_(-1.0)
+    works[0].arrive()
+    assert torch.equal(whole, torch.arange(comm.size, dtype=torch.float32).repeat_interleave(30_000))
+
+
+def test_a_later_verb_is_done_when_peers_have_read() -> None:
+    run_ranks(read_late, 3, time_limit=20.0)
+
+
+def show_parts(env: RankEnv, refuse: bool) -> list[bool]:
+    """What parts of several sizes show after each rank has changed its own; ``refuse``: one rank cannot map them."""
+    comm = shared_world(env)
+    if refuse and env.rank == 1:
+
+        def no_window(*args: Any) -> None:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+        shm.Window = no_window
+    kinds = [(5000, torch.float32), (4096, torch.bfloat16), (1 << 18, torch.float32), (7777, torch.float64), (99, torch.int64)]
+    found = []
+    for size, dtype in kinds:
+        placed = comm.side_by_side(size, dtype, CPU)
+        found.append(placed is not None)
+        if placed is None:
+            continue
+        own, whole = placed
+        before = comm.moved_bytes
+        for turn in range(3):
+            own.copy_(values(env.rank, size, dtype, turn))
+            comm.all_gather_start(whole, own, name="parts").arrive()
+            expected = torch.cat([values(rank, size, dtype, turn) for rank in range(comm.size)])
+            assert torch.equal(whole, expected), (size, dtype, turn)
+            comm.barrier()
+        assert comm.moved_bytes - before <= 3 * 2 * 2 * comm.size * arena.PAGE
+        del own, whole, placed
+    assert not comm._windows
+    return found
+
+
+def test_parts_side_by_side_are_seen_without_copies() -> None:
+    assert run_ranks(show_parts, 3, False) == [[True, True, True, True, False]] * 3
+    assert run_ranks(show_parts, 2, True) == [[False] * 5] * 2
+
+
 # ------------------------------------------------------------------------------------------------- messages
 
 

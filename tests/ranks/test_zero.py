@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +236,23 @@ def test_a_later_stage_gathers_while_it_waits_for_its_first_input(prefetch: int,
     units = ["blocks.2", "blocks.3", "head"][: 1 + prefetch] if prefetch else []
     ranks = run_ranks(gathers_beside_the_first_receive, 4, data, config)
     assert [found for found, receives in ranks if receives] == [units] * 2
+
+
+def moved_in_memory(env: RankEnv, data: PreparedData, config: RunConfig) -> tuple[int, int]:
+    """What a step reads and writes in memory for messages over the shard axis; how many gathers it has."""
+    trainer = Trainer(config, Mesh.distributed(config.layout, env.rank))
+    ledger = trainer.step(list(train_sampler(config, data, env.rank).batches(0)), 0).ledger
+    return sum(ledger.moved_bytes.values()), sum(entry.count for entry in ledger.entries.values() if entry.verb == "all_gather")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or platform.system() != "Linux", reason="shared memory needs Linux on x86-64")
+def test_gathers_between_ranks_of_a_host_copy_next_to_nothing(folder: str, data: PreparedData) -> None:
+    """Beside the reductions (each rank reads its part of both buffers and writes one) only borders between parts move."""
+    model = LLAMA | {"dim": 128, "num_heads": 4, "ffn_dim": 256}
+    config = make_config(folder, model, "dp=2,zero=3,comm=shm")
+    shard = config.model.num_parameters() * 4 // 2
+    for moved, gathers in run_ranks(moved_in_memory, 2, data, config):
+        assert 3 * shard <= moved <= 3 * shard + gathers * 4 * 2 * mmap.PAGESIZE + 4096, (moved, shard, gathers)
 
 
 # ------------------------------------------------------------------------------------------ stages beside one another

@@ -23,6 +23,11 @@ class Work:
     def wait(self) -> None:
         """Return when the result is there; raises :class:`RankError` when a peer is gone or time is up."""
 
+    def arrive(self) -> None:
+        """As `wait`, but peers may still read what this rank gave: that must stay as it is until a later verb of the axis is
+        done. Ranks need not go in step, then. No `wait` has to follow."""
+        self.wait()
+
     @property
     def done(self) -> bool:
         """Whether `wait` is known to return without waiting for a peer; False where only `wait` can tell."""
@@ -141,6 +146,14 @@ class Comm(ABC):
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer that the verbs of this axis move best; uninitialised."""
         return torch.empty(size, dtype=dtype, device=device)
+
+    def side_by_side(self, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """(this rank's part of ``size`` elements, the parts of all in rank order): an all-gather of the first into the second
+        moves next to nothing. None where the transport cannot do that. Collective; the same on all ranks.
+
+        Nobody may write to the second, nor to its part while peers read theirs: from their all-gather to a later verb.
+        """
+        return None
 
 
 def _divided(tensor: Tensor, size: int, axis: str, name: str) -> tuple[int, ...]:

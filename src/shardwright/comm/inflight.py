@@ -58,15 +58,21 @@ class ShmWork(Work):
     """A verb, a send or a receive under way."""
 
     done = False
+    arrived = False
+    """The result is there; peers may still read what this rank gave."""
 
     def __init__(self, flight: InFlight, what: str, name: str) -> None:
         self.flight, self.what, self.name = flight, what, name
-        self.done = False
+        self.done = self.arrived = False
         self._callbacks: list[Callable[[], None]] | None = None
 
     def wait(self) -> None:
         if not self.done:
-            self.flight.complete(self)
+            self.flight.complete(self, lambda: self.done)
+
+    def arrive(self) -> None:
+        if not self.arrived:
+            self.flight.complete(self, lambda: self.arrived)
 
     def on_done(self, callback: Callable[[], None]) -> None:
         if self.done:
@@ -75,8 +81,8 @@ class ShmWork(Work):
             self._callbacks = [*(self._callbacks or ()), callback]
 
     def finish(self) -> None:
-        """The result is there."""
-        self.done = True
+        """Nothing is left to do."""
+        self.done = self.arrived = True
         for callback in self._callbacks or ():
             callback()
 
@@ -96,7 +102,7 @@ class Verb(ShmWork):
 
     def __init__(self, flight: InFlight, what: str, name: str, number: int) -> None:
         self.flight, self.what, self.name, self.number = flight, what, name, number
-        self.done = False
+        self.done = self.arrived = False
         self._callbacks = None
         self.record = flight.own.verb(number)
         self.location = 0
@@ -192,13 +198,13 @@ class InFlight:
                 self.host.give_up(str(error) or type(error).__name__, self.host.rank)
             raise
 
-    def complete(self, work: ShmWork) -> None:
-        """Return when ``work`` is done."""
+    def complete(self, work: ShmWork, over: Callable[[], bool]) -> None:
+        """Return when it is ``over``; ``work`` is what the caller waits for."""
         if self.host.failed:
             self._refuse()
-        if self.advance() and work.done:
+        if self.advance() and over():
             return
-        self._stand_still(work, lambda: work.done)
+        self._stand_still(work, over)
 
     def _refuse(self) -> None:
         culprit, reason = self.host.page.failure or (-1, "")
@@ -289,7 +295,9 @@ class InFlight:
         return self._unread_bytes <= UNREAD_BYTES and self._number - self._read_by_all < VERBS
 
     def announce(self, verb: Verb, check: int, steps: Steps, extra: int = 0, table: Sequence[int] = ()) -> Verb:
-        """Show a verb to the peers; ``steps`` is its work once they have announced theirs."""
+        """Show a verb to the peers; ``steps`` is its work once they have announced theirs. What peers wait for is done first."""
+        if self._queue:
+            self.advance()
         verb.steps = steps
         self.own.write(verb.record, check, verb.name, verb.location, extra, table)
         self.show(ANNOUNCED, verb.number)
@@ -339,6 +347,7 @@ class InFlight:
 
     def released(self, verb: Verb) -> Steps:
         """The last step: the caller may change its tensor when no peer reads it any more."""
+        verb.arrived = True
         if verb.direct:
             self.executed(verb)
             yield EXECUTED, verb.number, self.others
@@ -347,8 +356,10 @@ class InFlight:
 
     def direct(self, tensor: Tensor) -> int:
         """The location of a tensor that lies in the arena and is worth reading in place, else 0."""
-        if tensor.nbytes <= COPY_BYTES:
-            return 0
+        return self.place(tensor) if tensor.nbytes > COPY_BYTES else 0
+
+    def place(self, tensor: Tensor) -> int:
+        """The location of a tensor that lies in the arena, to be read in place, else 0."""
         offset = self.host.arena.offset_of(tensor)
         return 0 if offset is None else offset << 1 | 1
 

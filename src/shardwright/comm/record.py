@@ -97,11 +97,17 @@ class _RecordedWork(Work):
         self._start = time.perf_counter()
 
     def wait(self) -> None:
+        self._timed(self._work.wait)
+
+    def arrive(self) -> None:
+        self._timed(self._work.arrive)
+
+    def _timed(self, wait: Callable[[], None]) -> None:
         before = time.perf_counter()
         flight = self._recorder.flight
         if flight is not None:
             flight.wait(self._count)
-        self._work.wait()
+        wait()
         if flight is not None:  # not after an error: the record shows what was not done
             flight.end(self._count)
         now = time.perf_counter()
@@ -165,6 +171,9 @@ class RecordComm(Comm):
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.inner.empty(size, dtype, device)
+
+    def side_by_side(self, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        return self.inner.side_by_side(size, dtype, device)
 
     @property
     def moved_bytes(self) -> int | None:

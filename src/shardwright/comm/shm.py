@@ -4,7 +4,7 @@ A verb goes like this. *Start* writes a record (what is called, where this rank'
 tensor in the arena (`ShmComm.empty`) is read where it is, of any other the first piece is copied into the arena. *Wait*
 does the work when all peers have announced: each rank reads what it needs from its peers' arenas. Verbs are done in the
 order in which they were started, whichever is waited for, and a wait also moves on what is in flight on the rank's other
-communicators: a peer may need it first.
+communicators: a peer may need it first. Starting a verb moves on what can be done without waiting.
 
 Sums are made in rank order and in the tensor's dtype, so that results are the same on all ranks and do not depend on sizes
 or pieces; with two ranks they are those of gloo. A maximum with a NaN is NaN (in gloo that depends on the order).
@@ -18,20 +18,24 @@ One thread at a time may use the communicators of a rank. After a `RankError` no
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import pickle
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwright.comm.arena import PAGE
 from shardwright.comm.base import Comm, ReduceOp, Work
 from shardwright.comm.board import EXTRA, OP_NAMES, encode
 from shardwright.comm.host import ShmHost
 from shardwright.comm.inflight import InFlight, Steps, Verb
 from shardwright.comm.mailbox import Mailboxes, Message
+from shardwright.comm.window import LEAST_BYTES, Window
 
 SMALL_BYTES = 64 << 10
 """Up to this size one copy takes less time than to leave something out."""
@@ -59,6 +63,7 @@ class ShmComm(Comm):
         self._flight = InFlight(axis, ranks, host, index, timeout_s)
         self._mail = Mailboxes(self._flight)
         self._one_shot_bytes = ONE_SHOT_BYTES // (len(ranks) - 1)
+        self._windows: dict[int, Window] = {}
 
     @property
     def note(self) -> str:
@@ -72,6 +77,25 @@ class ShmComm(Comm):
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer in this rank's arena: peers read it in place. It may differ between ranks."""
         return self._host.arena.empty(size, dtype) if device.type == "cpu" else super().empty(size, dtype, device)
+
+    def side_by_side(self, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        num_bytes = size * dtype.itemsize
+        if device.type != "cpu" or num_bytes < LEAST_BYTES:
+            return None
+        arena, shift = self._host.arena, self.rank * num_bytes % PAGE
+        own = arena.empty(num_bytes + shift, torch.uint8)[shift:].view(dtype)
+        offsets = self.gather_objects(arena.offset_of(own))
+        places = [(self._host.mappings[rank], offset) for rank, offset in zip(self.ranks, offsets, strict=True)]
+        window = None
+        with contextlib.suppress(OSError):
+            window = Window(num_bytes, places)
+        made = self.gather_objects(window is not None)
+        if window is None or not all(made):
+            return None
+        memory = memoryview(window.memory)
+        weakref.finalize(memory, self._windows.pop, window.address, None).atexit = False
+        self._windows[window.address] = window
+        return own, torch.frombuffer(memory, dtype=dtype, count=size * self.size)
 
     # -- reductions ------------------------------------------------------------------------------------
 
@@ -175,14 +199,27 @@ class ShmComm(Comm):
             output.shape,
         )
         verb = self._flight.begin("all_gather", name)
+        check = encode("all_gather", 0, tensor.dtype, tensor.numel())
+        window = self._windows.get(out.data_ptr())
+        if window is not None and window.num_bytes == own.numel():
+            verb.location = self._flight.place(own)
+            return self._flight.announce(verb, check, self._show(verb, out, own, window))
         target = out[self.rank * own.numel() : (self.rank + 1) * own.numel()]
         verb.location = self._flight.direct(own) or self._flight.direct(target)
         if target.data_ptr() != own.data_ptr():
             self._flight.copy(target, own)  # at once: peers may read it there
         if not verb.direct:
             self._stage(verb, 0, own)
-        check = encode("all_gather", 0, tensor.dtype, tensor.numel())
         return self._flight.announce(verb, check, self._all_gather(verb, out, own))
+
+    def _show(self, verb: Verb, out: Tensor, own: Tensor, window: Window) -> Steps:
+        """Everybody's tensor is there already but for the borders between them."""
+        flight, width = self._flight, own.numel()
+        flight.check(verb, flight.others)
+        for border in window.borders:
+            begin, count = border.begin - border.member * width, border.end - border.begin
+            flight.copy(out[border.begin : border.end], flight.part(border.member, verb, 0, own, count, begin))
+        yield from flight.released(verb)
 
     def _all_gather(self, verb: Verb, out: Tensor, own: Tensor) -> Steps:
         """Each rank copies everybody's tensor."""

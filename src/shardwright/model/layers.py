@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from shardwright.core.model_config import ModelConfig
 from shardwright.model.init import ParameterTable
 from shardwright.ops.linear import linear
-from shardwright.ops.norm import layer_norm, rms_norm
+from shardwright.ops.norm import layer_norm, rms_norm, rms_norm_beside
 
 
 class Linear(nn.Module):
@@ -39,3 +39,7 @@ class Norm(nn.Module):
         if self.bias is None:
             return rms_norm(x, self.weight, self.eps)
         return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x, and x for the residual."""
+        return rms_norm_beside(x, self.weight, self.eps) if self.bias is None else (self(x), x)

@@ -27,6 +27,7 @@ from shardwright.model.router import Routed
 from shardwright.ops.attention import Attend
 from shardwright.ops.capacity import Limit
 from shardwright.ops.linear import embedding
+from shardwright.ops.residual import add_into
 from shardwright.ops.rope import rotation
 from shardwright.ops.routing import Exchange, LocalExchange
 from shardwright.parallel.expert import make_exchange, make_sums
@@ -71,10 +72,13 @@ class Block(nn.Module):
         self.moe = MoE(config, layer, table) if config.is_moe_layer(layer) else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        x = x + context.drop(self.attention(self.attention_norm(x), context), self.layer, site=1)
-        feed_forward = self.moe if self.mlp is None else self.mlp
-        assert feed_forward is not None
-        return x + context.drop(feed_forward(self.mlp_norm(x), context), self.layer, site=2)
+        normed, x = self.attention_norm.beside(x)
+        x = add_into(x, context.drop(self.attention(normed, context), self.layer, site=1))
+        normed, x = self.mlp_norm.beside(x)
+        if self.mlp is not None:
+            return add_into(x, context.drop(self.mlp(normed, context), self.layer, site=2))
+        assert self.moe is not None
+        return x + context.drop(self.moe(normed, context), self.layer, site=2)
 
 
 class Head(nn.Module):

@@ -28,7 +28,7 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=1)
         gradient = torch.empty_like(gate_up)
         d_gate, d_up = gradient.chunk(2, dim=1)
-        torch.mul(F.silu(gate), dy, out=d_up)
+        torch.ops.aten.silu.out(gate, out=d_up).mul_(dy)
         torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
         return gradient
 

@@ -21,37 +21,58 @@ def _give(parameter: Tensor, gradient: Tensor) -> Tensor | None:
 
 
 class _RMSNorm(torch.autograd.Function):
+    """Gives x too, for the residual: the gradients of both are added where they are made."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x32 = _wide(x)
         size = x.shape[-1]
         rstd = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
         ctx.save_for_backward(x, rstd)
         ctx.weight = weight
+        ctx.set_materialize_grads(False)
         y: Tensor = (x32 * rstd).mul_(weight)
-        return y.to(x.dtype)
+        return y.to(x.dtype), x.view_as(x)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor | None, d_beside: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        if dy is None:
+            return d_beside, None, None
         x, rstd = ctx.saved_tensors
-        weight: Tensor = ctx.weight
-        normed = _wide(x) * rstd
-        dy32 = _wide(dy)
-        gradient = None
-        if ctx.needs_input_grad[1]:
-            gradient = _give(weight, (dy32 * normed).reshape(-1, x.shape[-1]).sum(0))
-        scaled = dy32 * weight
-        mean = torch.linalg.vecdot(scaled, normed, dim=-1).div_(x.shape[-1]).unsqueeze(-1)
-        dx = scaled.addcmul_(normed, mean, value=-1).mul_(rstd)
-        return dx.to(x.dtype), gradient, None
+        beside = None if d_beside is None else d_beside.reshape(-1, x.shape[-1])
+        rows = (x.reshape(-1, x.shape[-1]), rstd.reshape(-1, 1), dy.reshape(-1, x.shape[-1]))
+        dx, d_weight = _rms_backward(*rows, beside, ctx.weight, ctx.needs_input_grad[1])
+        return dx.view(x.shape), None if d_weight is None else _give(ctx.weight, d_weight), None
+
+
+def _rms_backward(
+    x: Tensor, rstd: Tensor, dy: Tensor, beside: Tensor | None, weight: Tensor, want_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """x, dy and what is added, ``beside``, (R, D), rstd (R, 1) -> dx (R, D), and dW (D) wide if wanted."""
+    scale, gradient = _wide(weight.detach()), _wide(dy)
+    normed = _wide(x) * rstd
+    product = gradient * normed
+    d_weight = product.sum(0) if want_weight else None
+    mean = torch.mv(product, scale).div_(x.shape[1]).unsqueeze(1)
+    dx = torch.mul(gradient, scale, out=product).addcmul_(normed, mean, value=-1).mul_(rstd)
+    if beside is not None:
+        dx.add_(beside)
+    return dx.to(x.dtype), d_weight
+
+
+def rms_norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """:func:`rms_norm` of x, and x itself for what else uses it: in backward their gradients are added in one pass."""
+    if torch.compiler.is_compiling():
+        return rms_norm(x, weight, eps), x
+    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., D) / sqrt(mean(x^2) + eps) * weight (D)."""
     if torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
+    return rms_norm_beside(x, weight, eps)[0]
 
 
 class _LayerNorm(torch.autograd.Function):

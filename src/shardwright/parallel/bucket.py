@@ -68,9 +68,12 @@ class Bucket(FlatParameters):
         wide: bool = True,
         storage: Storage | None = None,
         write: Callable[[str, Tensor], None] | None = None,
+        side_by_side: bool = False,
     ) -> None:
         mover = None if zero or not comms else comms[0]
-        super().__init__(plan, parameters, shard, zero=zero, mover=mover, storage=storage, write=write)
+        super().__init__(
+            plan, parameters, shard, zero=zero, mover=mover, storage=storage, write=write, side_by_side=side_by_side
+        )
         self.comms = list(comms)
         own = self.parameters.dtype
         self.dtype = own if not wide or own == torch.float64 else torch.float32

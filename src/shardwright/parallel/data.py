@@ -77,7 +77,7 @@ class GradientBuckets:
     bucket's view and autograd accumulates into it (compiled blocks, modules of the user's own); from stage 2 on, where
     views do not stay, the caller writes to :meth:`slots`. ``layout`` says what is
     sharded (its ``zero``) and offloaded; nothing without one. ``write(name, view)`` gives the parameters their first
-    values, where the module's have no memory of their own yet.
+    values, where the module's have no memory of their own yet. ``side_by_side``: as `FlatParameters` has it.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class GradientBuckets:
         wide: bool = True,
         layout: Layout | None = None,
         write: Callable[[str, Tensor], None] | None = None,
+        side_by_side: bool = False,
     ) -> None:
         layout = layout or Layout()
         self.mesh, self.hook, self.queue, self.direct, self.zero = mesh, hook, GradQueue(), direct, layout.zero
@@ -101,7 +102,7 @@ class GradientBuckets:
         """Whether the next reductions are added to the shards that are there (as autograd adds to a gradient)."""
         self.storage = Storage(mesh.recorder, layout)
         self._buffer_windows: dict[int, StorageWindow] = {}
-        self.buckets = [self._make(plan, parameters, wide, write) for plan in plans]
+        self.buckets = [self._make(plan, parameters, wide, write, side_by_side) for plan in plans]
         self._slots: list[list[GradSlot]] = []
         for index, bucket in enumerate(self.buckets):
             self._slots.append(self._attach(index, bucket, parameters))
@@ -113,12 +114,15 @@ class GradientBuckets:
         parameters: Mapping[str, nn.Parameter],
         wide: bool,
         write: Callable[[str, Tensor], None] | None,
+        side_by_side: bool,
     ) -> Bucket:
         mesh, axes = self.mesh, plan.reduce_axes
         comms = mesh.reduce_comms(axes) if self.whole_gradients else mesh.shard_reduce_comms(axes, plan.shard_over)
         shard = mesh.axis(plan.shard_over) if self.zero else SoloComm(plan.shard_over, mesh.rank)
         storage = self.storage
-        return Bucket(plan, parameters, comms, shard, zero=self.zero, wide=wide, storage=storage, write=write)
+        return Bucket(
+            plan, parameters, comms, shard, zero=self.zero, wide=wide, storage=storage, write=write, side_by_side=side_by_side
+        )
 
     def _attach(self, index: int, bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> list[GradSlot]:
         if bucket.whole is None:

@@ -20,7 +20,8 @@ class FlatParameters:
     the buffer is whole, and this rank updates its part. ``zero`` 3: ``parameters`` is this rank's part, and ``full`` what
     is gathered of all for a while; between, a parameter is an expanded NaN of its shape. Offloaded, the first elements
     of the part are ``on_host`` instead. ``mover`` allocates what is sent. ``write(name, view)`` gives a parameter its first
-    value where the module has none yet.
+    value where the module has none yet. ``side_by_side``: all ranks change their parts only after reductions that follow the
+    last use of what was gathered, so a transport may show the parts themselves instead of copies.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class FlatParameters:
         mover: Comm | None = None,
         storage: Storage | None = None,
         write: Callable[[str, Tensor], None] | None = None,
+        side_by_side: bool = False,
     ) -> None:
         first = parameters[plan.members[0].name]
         self.plan, self.shard, self.name, self.zero, self.device = plan, shard, plan.name, zero, first.device
@@ -43,6 +45,8 @@ class FlatParameters:
         self._mover = mover or shard
         self._modules = [parameters[member.name] for member in plan.members]
         self.full: Tensor | None = None
+        self._together: Tensor | None = None
+        """The parts of all ranks in one, where the transport can show them so: what they are gathered into."""
         self._arriving: Work | None = None
         self._sources: Tensor | None = None
         self._windows: list[StorageWindow] = []
@@ -57,14 +61,18 @@ class FlatParameters:
             parameter.data = view
         self.parameters, self.on_host = whole, whole.new_empty(0)
         if zero == 3:
-            self._cut(whole[self.own])
+            self._cut(whole[self.own], side_by_side)
 
-    def _cut(self, own: Tensor) -> None:
+    def _cut(self, own: Tensor, side_by_side: bool) -> None:
         """Keep this rank's part only, in its places."""
         hosted = self.storage.layout.hosted(self.width) if self.storage.hosts_parameters else 0
         self.on_host = self.storage.host_empty(hosted, own.dtype, self.device)
         self.on_host.copy_(own[:hosted])
-        self.parameters = self._empty(self.width - hosted, own.dtype)
+        placed = self._mover.side_by_side(self.width, own.dtype, self.device) if side_by_side and not hosted else None
+        if placed is None:
+            self.parameters = self._empty(self.width - hosted, own.dtype)
+        else:
+            self.parameters, self._together = placed
         self.parameters.copy_(own[hosted:])
         self._show(None)
 
@@ -104,7 +112,8 @@ class FlatParameters:
         """Start to gather the parameters from all ranks of ``shard``."""
         assert self.full is None, f"{self.name} is gathered twice"
         name = self.plan.gather_name
-        self.full = self._empty(self.num_elements, self.parameters.dtype)
+        together = self._together
+        self.full = self._empty(self.num_elements, self.parameters.dtype) if together is None else together
         self._windows = [self.storage.open("gathered", name, self.plan, self.full.nbytes)]
         self._sources = self._from_host() if self.on_host.numel() else self.parameters
         self._arriving = self.shard.all_gather_start(self.full, self._sources, name=name)
@@ -118,10 +127,17 @@ class FlatParameters:
         part[hosted:].copy_(self.parameters)
         return part
 
-    def finish_gather(self) -> None:
-        """Wait for the gather and give the module's parameters their values."""
+    def finish_gather(self, *, before_reduction: bool = False) -> None:
+        """Wait for the gather and give the module's parameters their values.
+
+        ``before_reduction``: this rank's part stays as it is until a reduction over ``shard`` that comes later is done, so
+        slower peers may read it until then.
+        """
         if self._arriving is not None:
-            self._arriving.wait()
+            if before_reduction and not self.on_host.numel():
+                self._arriving.arrive()
+            else:
+                self._arriving.wait()
             self._arriving = self._sources = None
             for window in self._windows[1:]:
                 self.storage.close(window)

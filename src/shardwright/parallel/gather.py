@@ -6,6 +6,9 @@ in **all-gathers**, and (N-1)/N of the gradient bytes in **reduce-scatters**.
 
 Parameters that are not trained are sharded and gathered like the others, in groups of their own. Autograd graphs keep the
 parameter itself, never its memory, so a backward finds what was gathered for it; between, a use would give NaN.
+
+Ranks that share memory see each other's parts side by side (`comm/window.py`), so that a gather is only the word that they are
+up to date. It counts, in the ledger and in memory by class, as if it were a copy.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class UnitGatherer:
         for index in groups:
             self._start(index)
         for index in groups:
-            self.buckets[index].finish_gather()
+            self.buckets[index].finish_gather(before_reduction=self._place is not None)
 
     def _start_ahead(self) -> None:
         """Start the gathers of the next uses, up to the first that needs again what will be freed before it."""

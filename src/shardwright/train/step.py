@@ -126,10 +126,14 @@ class Trainer:
         hook = hook or hook_for(self.layout.reduce_dtype)
         check_reduction(hook, "sum", "training divides the loss by the tokens of the whole batch")
         write = partial(self.model.first_value, seed=config.train.seed) if by_unit else None
-        self.buckets = GradientBuckets(plans, trained, mesh, hook, direct=direct, layout=self.layout, write=write)
+        self.buckets = GradientBuckets(
+            plans, trained, mesh, hook, direct=direct, layout=self.layout, write=write, side_by_side=True
+        )
         storage = self.buckets.storage
         self.frozen = [
-            FlatParameters(plan, self.parameters, mesh.axis(plan.shard_over), zero=3, storage=storage, write=write)
+            FlatParameters(
+                plan, self.parameters, mesh.axis(plan.shard_over), zero=3, storage=storage, write=write, side_by_side=True
+            )
             for plan in plan_buckets(kept, order, size, by_unit=True, prefix="frozen")
         ]
         """Parameters that are not trained, where ZeRO-3 shards them too."""
