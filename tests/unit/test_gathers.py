@@ -100,7 +100,7 @@ class Gathered:
         self.most.append(len(self.held))
         self.said.append(f"start {self.index}")
 
-    def finish_gather(self) -> None:
+    def finish_gather(self, *, before_reduction: bool = False) -> None:
         self.gathered_in_place = True
 
     def free(self) -> None:
