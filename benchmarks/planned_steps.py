@@ -2,12 +2,13 @@
 
     python benchmarks/planned_steps.py --ranks 2 --ranks 4 --layouts 20 --out benchmarks/results/planned-steps.json
 
-For each number of ranks: `bench comm` measures the links; one-rank steps, on as many cores at once as the ranks will use, fit
-what the software makes of a core (share of its rate, seconds per kernel and per step); then random layouts are priced and
-measured. Each layout has its turn in each of several rounds, so that a slow minute touches all of them; a step is that of
-the slowest rank, the figure its median over all rounds without each round's first. Where ranks are more than cores, what
-they compute at the same time shares the cores. Shown: Spearman's rank correlation, the median and the largest error.
-Use a quiet machine; 20 layouts on 2 and on 4 ranks take some 6 minutes of 2 cores.
+For each number of ranks: `bench comm` measures the links; one-rank steps, on as many cores at once as the ranks will use, and
+steps of four layouts of that many ranks fit what the software makes of a core and a link (share of a core's rate, seconds per
+kernel, message and step); then other layouts, drawn at random, are priced and measured. Each layout has its turn in each of
+several rounds, so that a slow minute touches all of them; a step is that of the slowest rank, the figure its median over all
+rounds without each round's first. Where ranks are more than cores, what they do at the same time shares the cores. Shown:
+Spearman's rank correlation, the median and the largest error.
+Use a quiet machine; 20 layouts on 2 and on 4 ranks take some 10 minutes of 2 cores.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
@@ -45,13 +46,18 @@ from shardwright.train.peak import measured_matmul_flops
 from shardwright.train.step import Trainer
 from shardwright.train.supported import check_supported
 
-FITTED = ("gemm_bf16", "memory", "launch", "step_seconds")
+FITTED = ("gemm_bf16", "memory", "launch", "message", "step_seconds")
 START = Stack(
     name="this machine", gemm_bf16=0.8, attention=0.4, memory=0.6, launch=2e-5, fused=1.5, intra=1.0, latency=1.0,
-    dp_overlap=0.0, p2p_overlap=0.0, step_seconds=2e-3, flash=True,
+    message=2e-4, dp_overlap=0.0, p2p_overlap=0.0, step_seconds=2e-3, flash=True,
 )  # fmt: skip
 ALONE = ("micro_batch=1", "micro_batch=4", "micro_batch=2,microbatches=4", "micro_batch=2,recompute=full")
 """One-rank layouts that the software's constants are fitted on."""
+TOGETHER = {
+    2: ("tp=2", "tp=2,micro_batch=4", "dp=2,zero=3,micro_batch=2", "pp=2,microbatches=4,micro_batch=2"),
+    4: ("tp=4", "tp=4,micro_batch=2", "dp=2,tp=2,zero=3,micro_batch=2", "pp=4,microbatches=4,micro_batch=2"),
+}
+"""Layouts of so many ranks that they are fitted on too; none of these is predicted."""
 MODEL = {"vocab_size": 2048, "dim": 256, "num_layers": 8, "num_heads": 8, "ffn_dim": 704, "max_positions": 256}
 SEQ = 128
 TRANSPORTS = ("shm", "shm own")
@@ -150,50 +156,56 @@ def cores() -> int:
 
 
 def on_shared_cores(plan: Plan, ranks: int) -> float:
-    """Seconds of the plan's step on this machine: ranks that compute at the same time share its cores.
-
-    Messages are left as `bench comm` measured them, with all ranks at work.
-    """
-    step = plan.step
-    sent = step.exposed_communication_seconds
+    """Seconds of the plan's step on this machine: ranks that are busy at the same time share its cores, and most of what a
+    message takes is software."""
     busy = ranks * (1 - plan.pipeline.bubble_fraction)
-    return (step.seconds - sent) * max(1.0, busy / cores()) + sent
+    return plan.step.seconds * max(1.0, busy / cores())
 
 
-def fitted_stack(cluster: Cluster, alone: Sequence[float]) -> Stack:
-    """What the software makes of a core, from one-rank steps."""
-    runs = [config(text) for text in ALONE]
+def predicted(text: str, cluster: Cluster, stack: Stack) -> float:
+    """Seconds of a step of a layout."""
+    run = config(text)
+    plan = Pricer(run.model, cluster, SEQ, stack).price(run.layout)
+    return on_shared_cores(plan, run.layout.world_size)
+
+
+def fitted_stack(cluster: Cluster, measured: Mapping[str, float]) -> Stack:
+    """What the software makes of a core and of a link, from seconds of steps by layout."""
 
     def error(stack: Stack) -> float:
-        pricers = (Pricer(run.model, cluster, SEQ, stack) for run in runs)
-        seconds = (pricer.price(run.layout).step.seconds for pricer, run in zip(pricers, runs, strict=True))
-        return sum(abs(log(found / real)) for found, real in zip(seconds, alone, strict=True)) / len(alone)
+        return sum(abs(log(predicted(text, cluster, stack) / real)) for text, real in measured.items()) / len(measured)
 
-    return least(error, START, FITTED, 120)
+    return least(error, START, FITTED, 300)
 
 
 def compare(ranks: int, count: int, rounds: int, repeats: int, seed: int) -> dict[str, Any]:
     """The whole comparison for one number of ranks."""
     rng = random.Random(seed)
-    layouts = [str(random_layout(rng, ranks)) for _ in range(count)]
+    known = {str(Layout.parse(text)) for text in TOGETHER[ranks]}
+    layouts: list[str] = []
+    while len(layouts) < count:
+        text = str(random_layout(rng, ranks))
+        if text not in known:
+            known.add(text)
+            layouts.append(text)
     used = min(ranks, cores())
     cluster = Cluster.load(_written(bench_comm(ranks, 8 << 20, TRANSPORTS)["cluster"], ranks))
     flops, copied = (min(rates) for rates in zip(*run_local_ranks(core_rates, used, threads_per_rank=1), strict=True))
     cluster = replace(cluster, chip=replace(cluster.chip, fp32=flops, memory_bandwidth=copied))
-    stack = fitted_stack(cluster, measure(used, ALONE, rounds, repeats, apart=True))
-    measured = measure(ranks, layouts, rounds, repeats)
-    timings = []
-    for text, seconds in zip(layouts, measured, strict=True):
-        run = config(text)
-        plan = Pricer(run.model, cluster, SEQ, stack).price(run.layout)
-        timings.append(Timing(text, on_shared_cores(plan, ranks), seconds))
-    predicted = [timing.predicted for timing in timings]
+    fitted = dict(zip(ALONE, measure(used, ALONE, rounds, repeats, apart=True), strict=True))
+    together = TOGETHER[ranks]
+    seconds = dict(zip((*together, *layouts), measure(ranks, (*together, *layouts), rounds, repeats), strict=True))
+    fitted |= {text: seconds[text] for text in together}
+    stack = fitted_stack(cluster, fitted)
+    timings = [Timing(text, predicted(text, cluster, stack), seconds[text]) for text in layouts]
+    planned, measured = [timing.predicted for timing in timings], [timing.measured for timing in timings]
     return {
         "ranks": ranks,
         "cores": cores(),
-        "spearman": spearman(predicted, measured),
-        **errors(predicted, measured),
+        "spearman": spearman(planned, measured),
+        **errors(planned, measured),
         "constants": {name: getattr(stack, name) for name in FITTED},
+        "fitted_on": [vars(Timing(text, predicted(text, cluster, stack), real)) for text, real in fitted.items()],
         "layouts": [vars(timing) for timing in timings],
     }
 
@@ -208,10 +220,10 @@ def _written(text: str, ranks: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--ranks", type=int, action="append", help="ranks on this machine; repeatable (default: 2 and 4)"
+        "--ranks", type=int, action="append", choices=sorted(TOGETHER), help="ranks; repeatable (default: 2 and 4)"
     )
     parser.add_argument("--layouts", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each layout")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each layout")
     parser.add_argument("--repeats", type=int, default=2, help="timed steps of each turn, after one that is not")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="keep the JSON here")

@@ -173,7 +173,7 @@ def own_machine() -> Outcome:
     """20 random layouts on 2 and on 4 ranks; wants a quiet machine."""
     import planned_steps
 
-    found = [planned_steps.compare(ranks, count=20, rounds=2, repeats=2, seed=0) for ranks in (2, 4)]
+    found = [planned_steps.compare(ranks, count=20, rounds=3, repeats=2, seed=0) for ranks in (2, 4)]
     keep("planned-steps.json", found)
     shown = [f"{r['ranks']} ranks: Spearman {r['spearman']:.2f}, median error {r['median']:.1f} %" for r in found]
     return Outcome("; ".join(shown), all(r["spearman"] >= 0.9 and r["median"] <= 15 for r in found))

@@ -55,6 +55,19 @@ def test_groups_are_split_by_level(grid: RankGrid, axis: str, ways: tuple[int, .
     assert group_span(grid, axis, (8, 32)).ways == ways
 
 
+@pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"])
+def test_a_message_takes_what_the_software_takes_beside_the_links(verb: str) -> None:
+    cluster = Cluster(find_chip("h100"), 4, 8, (LinkLevel("intra", 8, B1, 1e-6), LinkLevel("inter", 32, B2, 1e-5)))
+    plain, loaded = (Network(cluster, replace(IDEAL, message=seconds)) for seconds in (0.0, 3e-4))
+
+    def seconds(network: Network, ways: tuple[int, ...]) -> float:
+        return network.send_seconds(1e6, 1) if verb == "send" else network.seconds(verb, 1e6, Span(ways))
+
+    assert seconds(loaded, (8, 4)) - seconds(plain, (8, 4)) == pytest.approx(3e-4)
+    if verb != "send":
+        assert seconds(loaded, (1, 1)) == 0.0
+
+
 def test_a_group_that_straddles_a_node_counts_as_crossing() -> None:
     assert group_span(RankGrid(tp=6, dp=4), "tp", (8, 24)).ways == (3, 2)
 

@@ -1,6 +1,6 @@
 """What a collective costs on a cluster whose links have levels.
 
-Base form: T = latency x hops + bytes on the wire / (bandwidth x efficiency). S is the full tensor, n the ranks.
+Base form: T = message + latency x hops + bytes on the wire / (bandwidth x efficiency). S is the full tensor, n the ranks.
 
 ==================  ========  ==========================
 verb                hops      bytes on the wire per rank
@@ -111,7 +111,7 @@ class Network:
         fast = [cluster.gpus_per_node, *(level.size for level in cluster.levels if level.name == RACK)]
         shares = [stack.intra if level.size <= max(fast) else stack.inter for level in cluster.levels]
         self._share = shares
-        self._latency = stack.latency
+        self._latency, self._message = stack.latency, stack.message
 
     def span(self, grid: RankGrid, axis: str) -> Span:
         """Where the groups of ``axis`` lie."""
@@ -127,11 +127,11 @@ class Network:
         if span.size == 1 or num_bytes <= 0:
             return 0.0
         if verb == "all_reduce":
-            return self._all_reduce(num_bytes, span)
+            return self._message + self._all_reduce(num_bytes, span)
         if verb in ("all_gather", "reduce_scatter"):
-            return self._gather(num_bytes, span)
+            return self._message + self._gather(num_bytes, span)
         if verb == "all_to_all":
-            return self._all_to_all(num_bytes, span)
+            return self._message + self._all_to_all(num_bytes, span)
         raise ValueError(f"no cost for {verb!r}")
 
     def send_seconds(self, num_bytes: float, distance: int) -> float:
@@ -139,7 +139,7 @@ class Network:
         if not self.levels:
             return 0.0
         index = next((i for i, level in enumerate(self.levels) if distance < level.size), len(self.levels) - 1)
-        return self._transfer(index, num_bytes, num_bytes, 1)
+        return self._message + self._transfer(index, num_bytes, num_bytes, 1)
 
     def send_link(self, distance: int) -> str:
         """Name of the level between two ranks ``distance`` apart."""

@@ -25,7 +25,8 @@ class Stack:
     ``attention``: the score products, of the bf16 peak. ``memory``: of the memory's bandwidth. ``launch``: what one
     kernel takes beyond its work; ``host``: what the host needs to launch it (a micro-batch takes at least that for all
     its kernels).
-    ``intra``, ``inter``: of the links' bandwidth; ``latency``: factor on the links' latency. ``flash``: attention is one
+    ``intra``, ``inter``: of the links' bandwidth; ``latency``: factor on the links' latency; ``message``: what a message takes
+    beyond the links, in the software that calls for it (nothing where a device's queue hides it). ``flash``: attention is one
     kernel that keeps no scores. ``fused``: share of the memory traffic of element-wise work that fusion leaves.
     ``quantise``: bytes of traffic per element of an fp8 or fp4 product's operands for casts, scales and transposed copies.
     ``selective_repeats``: share of a forward that ``recompute=selective`` repeats beside fused attention (per-operator
@@ -63,6 +64,7 @@ class Stack:
     intra: float = 0.75
     inter: float = 0.8
     latency: float = 1.0
+    message: float = 0.0
     flash: bool = True
     fused: float = 0.7
     quantise: float = 0.0
