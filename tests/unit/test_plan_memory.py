@@ -321,6 +321,18 @@ def test_deferred_gradients_are_whole() -> None:
     assert [state_bytes(wide, Parameters(10), stack)["gradients"] for stack in (FUSED, two)] == [40, 60]
 
 
+def test_software_that_keeps_nothing_for_w_holds_what_f_saved() -> None:
+    layout = Layout.parse("pp=4,schedule=zb_h1,microbatches=8")
+    ours, theirs = (
+        Pricer(preset("llama-3.1-8b"), Cluster.parse("h100-80gb:1x4"), 8192, Stack(keeps_deferred=keeps)).stage_memory(layout)
+        for keeps in (True, False)
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.parts["held for W"] > 0 and "held for W" not in other.parts
+        assert other.parts["saved by layers"] >= mine.parts["saved by layers"] > 0
+        assert other.total < mine.total
+
+
 def test_prefetch_and_the_largest_unit_count() -> None:
     model = preset("llama-3.1-8b")
     table = model.vocab_size * model.dim

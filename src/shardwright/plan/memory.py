@@ -401,8 +401,9 @@ class MemoryModel:
         deferred = sum(count * deferred_bytes(self.model, kind, shape, layout.precision) for kind, count in units.layers)
         size = ACTIVATION_BYTES.get(layout.precision, 2)
         head = size * shape.tokens * (self.model.dim + ceil(self.model.vocab_size / shape.tp)) if units.head else 0.0
+        waits = float(self.stack.keeps_deferred)
         each = [
-            StageBytes(saved * count / num, deferred * count / num + head * (place == last), working, max(1, count))
+            StageBytes(saved * count / num, waits * (deferred * count / num + head * (place == last)), working, max(1, count))
             for place, count in enumerate(layers)
         ]
         return peak_of(_moments(*key, rank), each)

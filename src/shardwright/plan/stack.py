@@ -46,7 +46,7 @@ class Stack:
     the loss's tensors, or the whole gradients of several micro-batches, are gone (a peak of allocated bytes; of reserved ones
     it is not, as streams have pools of their own). ``keeps_root``: embedding and head stay gathered from forward to backward.
     ``keeps_outputs``: the last stage keeps the logits of all micro-batches. ``keeps_attention``: full recomputation
-    keeps what attention over cp gave. ``compiled``: backward's graph drops what it does not need.
+    keeps what attention over cp gave. ``keeps_deferred``: where the backward is split, x and dy of every product wait for W. ``compiled``: backward's graph drops what it does not need.
     Of serving engines: ``kv``, of the memory's bandwidth when the cache is read; ``request_seconds`` before a request is
     computed; ``burst``, the share of requests that arrive together; ``skew``, the exponent of the
     experts' popularity.
@@ -90,6 +90,7 @@ class Stack:
     late_gradients: bool = False
     keeps_root: bool = False
     keeps_outputs: bool = False
+    keeps_deferred: bool = True
     keeps_attention: bool = True
     compiled: bool = True
     kv: float = 0.7
