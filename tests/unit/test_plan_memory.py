@@ -327,10 +327,10 @@ def test_software_that_keeps_nothing_for_w_holds_what_f_saved() -> None:
         Pricer(preset("llama-3.1-8b"), Cluster.parse("h100-80gb:1x4"), 8192, Stack(keeps_deferred=keeps)).stage_memory(layout)
         for keeps in (True, False)
     )
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.parts["held for W"] > 0 and "held for W" not in other.parts
-        assert other.parts["saved by layers"] >= mine.parts["saved by layers"] > 0
-        assert other.total < mine.total
+    assert sum(rank.parts.get("held for W", 0) for rank in ours) > 0
+    assert not any("held for W" in rank.parts for rank in theirs)
+    assert sorted(rank.parts["saved by layers"] for rank in theirs)[0] > 0  # every rank's fullest moment is one before its B
+    assert max(rank.total for rank in theirs) < max(rank.total for rank in ours)
 
 
 def test_prefetch_and_the_largest_unit_count() -> None:

@@ -42,11 +42,12 @@ class Stack:
     Of memory, in 2-byte training: ``state_bytes`` of parameters and optimizer state per parameter (14: bf16, an fp32 copy, two
     moments; 12: the fp32 copy is all there is; 6: moments in bf16). ``logit_bytes`` of a logit at the peak of the loss (8:
     logits, an fp32 copy, the gradient; 4: a compiled loss; 12 and, split over tp, 16: operator by operator in fp32).
-    ``whole_logits``, ``whole_embedding``: not split over tp. ``late_gradients``: shards of gradients come when
-    the loss's tensors, or the whole gradients of several micro-batches, are gone (a peak of allocated bytes; of reserved ones
-    it is not, as streams have pools of their own). ``keeps_root``: embedding and head stay gathered from forward to backward.
-    ``keeps_outputs``: the last stage keeps the logits of all micro-batches. ``keeps_attention``: full recomputation
-    keeps what attention over cp gave. ``keeps_deferred``: where the backward is split, x and dy of every product wait for W. ``compiled``: backward's graph drops what it does not need.
+    ``whole_logits``, ``whole_embedding``: not split over tp. ``late_gradients``: shards of gradients come when the loss's
+    tensors, or the whole gradients of several micro-batches, are gone (a peak of allocated bytes; of reserved ones it is
+    not, as streams have pools of their own). ``keeps_root``: embedding and head stay gathered from forward to backward.
+    ``keeps_outputs``: the last stage keeps the logits of all micro-batches. ``keeps_attention``: full recomputation keeps
+    what attention over cp gave. ``keeps_deferred``: where the backward is split, x and dy of every product wait for W.
+    ``compiled``: backward's graph drops what it does not need.
     Of serving engines: ``kv``, of the memory's bandwidth when the cache is read; ``request_seconds`` before a request is
     computed; ``burst``, the share of requests that arrive together; ``skew``, the exponent of the
     experts' popularity.
