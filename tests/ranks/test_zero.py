@@ -113,6 +113,7 @@ MUTATED: dict[str, tuple[tuple[dict[str, Any], str, list[str]], set[str]]] = {
     "drop-shard-norm": (CASES["2"], {"norm", "replicas", "ledger"}),
     "drop-replica-sum": (CASES["3, replicas"], {"gradients", "parameters", "replicas", "ledger"}),
     "others-shard": (CASES["3"], {"loss", "gradients"}),
+    "borders-left-out": (CASES["3"], {"loss", "gradients", "ledger"}),
     "dirty-padding": (CASES["2 of 3"], {"norm"}),
     "last-reduction-only": (CASES["2, reduced"], {"gradients", "parameters", "norm"}),
     "never-freed": (CASES["3"], {"loss", "parameters", "ledger"}),

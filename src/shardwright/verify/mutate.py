@@ -25,6 +25,7 @@ from shardwright.train.data import MicroBatch
 from shardwright.train.optim import FlatOptimizer
 from shardwright.train.step import Trainer
 from shardwright.verify.mutate_comms import (
+    BordersLeftOut,
     Drift,
     DropAllReduce,
     HalfWire,
@@ -315,6 +316,7 @@ ZERO_MUTATIONS = {
         left_out_over("dp_shard", "drop-shard-norm", "norm", "each rank clips by the norm of its own shard"),
         left_out_over("dp_replicate", "drop-replica-sum", "gradients", "replicas of shards train apart"),
         Mutation("others-shard", "shards are gathered in another order than they are cut", OthersShard),
+        Mutation("borders-left-out", "shards are shown side by side without what lies between their pages", BordersLeftOut),
         Mutation("dirty-padding", "what a shard is padded with counts", trainer=_gradients_of_the_last_step),
         Mutation("last-reduction-only", "shards of micro-batches overwritten", trainer=_last_reduction_only),
         Mutation("never-freed", "a unit computes with the parameters of an earlier step", trainer=_never_freed),
