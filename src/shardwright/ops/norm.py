@@ -50,14 +50,12 @@ def _rms_backward(
     x: Tensor, rstd: Tensor, dy: Tensor, beside: Tensor | None, weight: Tensor, want_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
     """x, dy and what is added, ``beside``, (R, D), rstd (R, 1) -> dx (R, D), and dW (D) wide if wanted."""
-    scale, gradient = _wide(weight.detach()), _wide(dy)
-    normed = _wide(x) * rstd
-    product = gradient * normed
-    d_weight = product.sum(0) if want_weight else None
-    mean = torch.mv(product, scale).div_(x.shape[1]).unsqueeze(1)
-    dx = torch.mul(gradient, scale, out=product).addcmul_(normed, mean, value=-1).mul_(rstd)
-    if beside is not None:
-        dx.add_(beside)
+    scale, gradient, wide = _wide(weight.detach()), _wide(dy), _wide(x)
+    product = gradient * wide
+    d_weight = torch.mv(product.t(), rstd.squeeze(1)) if want_weight else None
+    mean = torch.mv(product, scale).unsqueeze(1).mul_(rstd.square()).div_(x.shape[1])
+    dx = torch.mul(gradient, scale, out=product).addcmul_(wide, mean, value=-1)
+    dx = dx.mul_(rstd) if beside is None else torch.addcmul(_wide(beside), dx, rstd, out=dx)
     return dx.to(x.dtype), d_weight
 
 

@@ -96,8 +96,9 @@ def _rotate(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None
     """out = x turned by +angle (sign 1) or -angle (sign -1); x and out (T, heads, H)."""
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
-    torch.mul(a, cos, out=out[..., :half]).addcmul_(b, sin, value=-sign)
-    torch.mul(b, cos, out=out[..., half:]).addcmul_(a, sin, value=sign)
+    torch.mul(x, torch.cat((cos, cos), -1), out=out)
+    out[..., :half].addcmul_(b, sin, value=-sign)
+    out[..., half:].addcmul_(a, sin, value=sign)
 
 
 class _Rope(torch.autograd.Function):
