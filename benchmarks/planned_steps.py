@@ -2,12 +2,12 @@
 
     python benchmarks/planned_steps.py --ranks 2 --ranks 4 --layouts 20 --out benchmarks/results/planned-steps.json
 
-For each number of ranks: `bench comm` measures the links; one-rank steps, on as many cores at once as the ranks will use, and
-steps of four layouts of that many ranks fit what the software makes of a core and a link (share of a core's rate, seconds per
-kernel, message and step); then other layouts, drawn at random, are priced and measured. Each layout has its turn in each of
-several rounds, so that a slow minute touches all of them; a step is that of the slowest rank, the figure its median over all
-rounds without each round's first. Where ranks are more than cores, what they do at the same time shares the cores. Shown:
-Spearman's rank correlation, the median and the largest error.
+For each number of ranks: ``shardwright bench comm`` measures this machine and writes a cluster file, with what the software takes
+(from steps of another small model than the one here); layouts drawn at random are priced on that file, as ``shardwright plan
+--cluster`` does, and measured. Each layout has its turn in each of several rounds, so that a slow minute touches all of them; a
+step is that of the slowest rank, the figure its median over all rounds without each round's first. Shown: Spearman's rank
+correlation, the median and the largest error; and the median error with the machine's own drift taken out: by how much two
+one-rank steps of `bench comm`, timed in turns with the layouts, are slower than its cluster file says.
 Use a quiet machine; 20 layouts on 2 and on 4 ranks take some 10 minutes of 2 cores.
 """
 
@@ -15,53 +15,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
+import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import log
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from shardwright.bench import random_batches
-from shardwright.bench_comm import bench_comm, copy_rate
-from shardwright.comm.mesh import Mesh
+from shardwright import bench_steps
+from shardwright.bench_steps import cores, small_run, step_seconds
 from shardwright.core.cluster import Cluster
 from shardwright.core.layout import Layout
-from shardwright.core.plan import Plan
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import ShardwrightError
-from shardwright.launch import RankEnv, init_process_group, run_local_ranks
 from shardwright.plan.accuracy import errors, spearman
-from shardwright.plan.calibrate import least
-from shardwright.plan.stack import Stack
 from shardwright.plan.step_time import Pricer
-from shardwright.train.peak import measured_matmul_flops
-from shardwright.train.step import Trainer
 from shardwright.train.supported import check_supported
 
-FITTED = ("gemm_bf16", "memory", "launch", "message", "step_seconds")
-START = Stack(
-    name="this machine", gemm_bf16=0.8, attention=0.4, memory=0.6, launch=2e-5, fused=1.5, intra=1.0, latency=1.0,
-    message=2e-4, dp_overlap=0.0, p2p_overlap=0.0, step_seconds=2e-3, flash=True,
-)  # fmt: skip
-ALONE = ("micro_batch=1", "micro_batch=4", "micro_batch=2,microbatches=4", "micro_batch=2,recompute=full")
-"""One-rank layouts that the software's constants are fitted on."""
-TOGETHER = {
-    2: ("tp=2", "tp=2,micro_batch=4", "dp=2,zero=3,micro_batch=2", "pp=2,microbatches=4,micro_batch=2"),
-    4: ("tp=4", "tp=4,micro_batch=2", "dp=2,tp=2,zero=3,micro_batch=2", "pp=4,microbatches=4,micro_batch=2"),
-}
-"""Layouts of so many ranks that they are fitted on too; none of these is predicted."""
 MODEL = {"vocab_size": 2048, "dim": 256, "num_layers": 8, "num_heads": 8, "ffn_dim": 704, "max_positions": 256}
 SEQ = 128
-TRANSPORTS = ("shm", "shm own")
-"""What ranks of one machine talk over."""
+CLOCKS = ("micro_batch=4", "micro_batch=2,recompute=full")
+"""One-rank steps of the model of `bench comm` that are timed beside the others: the machine's speed may have changed."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +51,7 @@ class Timing:
 
 def config(layout: str) -> RunConfig:
     """A small run of ``layout``."""
-    table = {
-        "model": MODEL,
-        "data": {"sources": "none", "seq_len": SEQ},
-        "optim": {"lr": 1e-3},
-        "train": {"steps": 100, "threads": 1, "run_dir": "runs/planned-steps"},
-    }
-    return RunConfig.of(table, (), layout)
+    return small_run(layout, MODEL, SEQ)
 
 
 def random_layout(rng: random.Random, ranks: int) -> Layout:
@@ -108,119 +78,57 @@ def random_layout(rng: random.Random, ranks: int) -> Layout:
         return layout
 
 
-def time_steps(env: RankEnv, layouts: Sequence[str], rounds: int, repeats: int, apart: bool) -> list[list[float]]:
-    """Seconds of the steps of every layout on this rank, ranks waiting for one another before each; without each round's first.
-
-    ``apart``: every rank trains a layout of one rank by itself, at the same time as the others.
-    """
-    if env.world_size > 1:
-        init_process_group(env)
-    found: list[list[float]] = [[] for _ in layouts]
-    for _ in range(rounds):
-        for times, text in zip(found, layouts, strict=True):
-            run = config(text)
-            mesh = Mesh.solo() if apart else Mesh.distributed(run.layout, env.rank)
-            trainer = Trainer(run, mesh)
-            seed, layout = mesh.coordinates["dp"], run.layout
-            batches = random_batches(run.model, layout.microbatches, layout.micro_batch, SEQ, seed)
-            for step in range(1 + repeats):
-                if env.world_size > 1:
-                    dist.barrier()
-                start = time.perf_counter()
-                trainer.step(batches, step)
-                if step:
-                    times.append(time.perf_counter() - start)
-    return found
-
-
-def measure(ranks: int, layouts: Sequence[str], rounds: int, repeats: int, *, apart: bool = False) -> list[float]:
-    """Seconds of a step of each layout: the median of the slowest rank's."""
-    arguments = (layouts, rounds, repeats, apart)
-    results = run_local_ranks(time_steps, ranks, arguments, threads_per_rank=1, time_limit_s=900)
-    return [
-        statistics.median(max(step) for step in zip(*of_ranks, strict=True)) for of_ranks in zip(*results, strict=True)
-    ]
-
-
-def core_rates(env: RankEnv) -> tuple[float, float]:
-    """FLOP/s and bytes per second of a core while the other cores work too."""
-    if env.world_size > 1:
-        init_process_group(env)
-        dist.barrier()
-    return measured_matmul_flops(torch.float32, repeats=20), copy_rate()
-
-
-def cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
-def on_shared_cores(plan: Plan, ranks: int) -> float:
-    """Seconds of the plan's step on this machine: ranks that are busy at the same time share its cores, and most of what a
-    message takes is software."""
-    busy = ranks * (1 - plan.pipeline.bubble_fraction)
-    return plan.step.seconds * max(1.0, busy / cores())
-
-
-def predicted(text: str, cluster: Cluster, stack: Stack) -> float:
-    """Seconds of a step of a layout."""
-    run = config(text)
-    plan = Pricer(run.model, cluster, SEQ, stack).price(run.layout)
-    return on_shared_cores(plan, run.layout.world_size)
-
-
-def fitted_stack(cluster: Cluster, measured: Mapping[str, float]) -> Stack:
-    """What the software makes of a core and of a link, from seconds of steps by layout."""
-
-    def error(stack: Stack) -> float:
-        return sum(abs(log(predicted(text, cluster, stack) / real)) for text, real in measured.items()) / len(measured)
-
-    return least(error, START, FITTED, 300)
-
-
 def compare(ranks: int, count: int, rounds: int, repeats: int, seed: int) -> dict[str, Any]:
     """The whole comparison for one number of ranks."""
     rng = random.Random(seed)
-    known = {str(Layout.parse(text)) for text in TOGETHER[ranks]}
     layouts: list[str] = []
     while len(layouts) < count:
         text = str(random_layout(rng, ranks))
-        if text not in known:
-            known.add(text)
+        if text not in layouts:
             layouts.append(text)
-    used = min(ranks, cores())
-    cluster = Cluster.load(_written(bench_comm(ranks, 8 << 20, TRANSPORTS)["cluster"], ranks))
-    flops, copied = (min(rates) for rates in zip(*run_local_ranks(core_rates, used, threads_per_rank=1), strict=True))
-    cluster = replace(cluster, chip=replace(cluster.chip, fp32=flops, memory_bandwidth=copied))
-    fitted = dict(zip(ALONE, measure(used, ALONE, rounds, repeats, apart=True), strict=True))
-    together = TOGETHER[ranks]
-    seconds = dict(zip((*together, *layouts), measure(ranks, (*together, *layouts), rounds, repeats), strict=True))
-    fitted |= {text: seconds[text] for text in together}
-    stack = fitted_stack(cluster, fitted)
-    timings = [Timing(text, predicted(text, cluster, stack), seconds[text]) for text in layouts]
-    planned, measured = [timing.predicted for timing in timings], [timing.measured for timing in timings]
+    cluster = measured_cluster(ranks)
+    clocks = [small_run(text, bench_steps.MODEL, bench_steps.SEQ) for text in CLOCKS]
+    seconds = step_seconds(ranks, [*clocks, *(config(text) for text in layouts)], rounds, repeats)
+    slower = slowdown(cluster, dict(zip(CLOCKS, seconds, strict=False)), ranks)
+    pricer = Pricer(config("").model, cluster, SEQ)
+    planned = [pricer.price(config(text).layout).step.seconds for text in layouts]
+    measured = seconds[len(CLOCKS) :]
+    corrected = [value * slower for value in planned]
+    timings = [Timing(*row) for row in zip(layouts, planned, measured, strict=True)]
     return {
         "ranks": ranks,
         "cores": cores(),
         "spearman": spearman(planned, measured),
-        **errors(planned, measured),
-        "constants": {name: getattr(stack, name) for name in FITTED},
-        "fitted_on": [vars(Timing(text, predicted(text, cluster, stack), real)) for text, real in fitted.items()],
+        "slower_than_when_measured": slower,
+        "at_the_same_speed": errors(corrected, measured),
+        "as_planned": errors(planned, measured),
+        "cluster": cluster.to_toml().splitlines(),
         "layouts": [vars(timing) for timing in timings],
     }
 
 
-def _written(text: str, ranks: int) -> str:
-    path = Path(f"runs/planned-steps/cluster-{ranks}.toml")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return str(path)
+def slowdown(cluster: Cluster, alone: Mapping[str, float], ranks: int) -> float:
+    """By how much this machine is slower now than when ``cluster`` was measured: from ``alone``, seconds of one-rank steps of
+    the model of `bench comm` by layout, trained by all of ``ranks`` at once."""
+    pricer = Pricer(small_run("", bench_steps.MODEL, bench_steps.SEQ).model, cluster, bench_steps.SEQ)
+    shared = max(1.0, ranks / cores())
+    layouts = {text: small_run(text, bench_steps.MODEL, bench_steps.SEQ).layout for text in alone}
+    return statistics.mean(real / shared / pricer.seconds(layouts[text]) for text, real in alone.items())
+
+
+def measured_cluster(ranks: int) -> Cluster:
+    """The cluster file that ``shardwright bench comm`` writes on this machine."""
+    folder = f"runs/planned-steps/{ranks}"
+    command = [sys.executable, "-m", "shardwright", "bench", "comm", "--ranks", str(ranks), "--out", folder, "--json"]
+    command += ["--max-mb", "8", "--transport", "shm", "--transport", "shm own"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)
+    return Cluster.load(f"{folder}/cluster.toml")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--ranks", type=int, action="append", choices=sorted(TOGETHER), help="ranks; repeatable (default: 2 and 4)"
+        "--ranks", type=int, action="append", choices=(2, 4), help="ranks; repeatable (default: 2 and 4)"
     )
     parser.add_argument("--layouts", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each layout")
@@ -233,9 +141,11 @@ def main() -> int:
         for ranks in options.ranks or (2, 4)
     ]
     for result in found:
+        raw, same, slower = result["as_planned"], result["at_the_same_speed"], result["slower_than_when_measured"]
         print(
-            f"{result['ranks']} ranks, {len(result['layouts'])} layouts: Spearman {result['spearman']:.2f}, "
-            f"median error {result['median']:.1f} %, mean {result['mape']:.1f} %, largest {result['max']:.1f} %"
+            f"{result['ranks']} ranks, {len(result['layouts'])} layouts: Spearman {result['spearman']:.2f}, median error "
+            f"{raw['median']:.1f} %, largest {raw['max']:.1f} %; one-rank steps were {slower:.2f} times as slow as when the "
+            f"machine was measured, with that taken out {same['median']:.1f} %"
         )
         for timing in result["layouts"]:
             error = 100 * (timing["predicted"] / timing["measured"] - 1)

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
+from shardwright.bench_steps import Step, copy_rate, with_software
 from shardwright.comm.base import Comm
 from shardwright.comm.dist import DistComm
 from shardwright.comm.transport import transport_maker
@@ -64,12 +65,13 @@ class Fit:
     bandwidth: float
 
 
-def bench_comm(ranks: int, most_bytes: int, transports: Sequence[str] = ()) -> dict[str, Any]:
+def bench_comm(ranks: int, most_bytes: int, transports: Sequence[str] = (), steps: bool = False) -> dict[str, Any]:
     """Measure and fit; ``transports`` of ``gloo``, ``gloo composed``, ``shm``, ``shm own`` and ``nccl``, all that are at hand
     by default.
 
     ``gloo`` has the verbs of PyTorch, ``gloo composed`` those that we make of them. ``shm own``: buffers of `Comm.empty`,
     which peers read in place. In all transports a rank's part in a gather or a scatter is its own slice of the full buffer.
+    ``steps``: train a few steps too, where the ranks are the CPU's and started here, for what the software takes.
     Raises `ConfigError` below 2 ranks, for a transport that is not here, and where torchrun has started several nodes.
     """
     if ranks < 2:
@@ -88,8 +90,12 @@ def bench_comm(ranks: int, most_bytes: int, transports: Sequence[str] = ()) -> d
     found: dict[str, Any] = results[0]
     points = [Point(**point) for point in found["points"]]
     fits = [fit(points, verb, transport) for transport in found["transports"] for verb in VERBS]
-    cluster = link_cluster(found, fits, ranks).to_toml()
-    return {**found, "ranks": ranks, "fits": [asdict(line) for line in fits], "cluster": cluster}
+    cluster = link_cluster(found, fits, ranks)
+    timed: list[Step] = []
+    if steps and env is None and found["device"] == "cpu":
+        cluster, timed = with_software(cluster)
+    lines, rows = [asdict(line) for line in fits], [asdict(step) for step in timed]
+    return {**found, "ranks": ranks, "fits": lines, "steps": rows, "cluster": cluster.to_toml()}
 
 
 def at_hand(ranks: int) -> tuple[str, ...]:
@@ -224,17 +230,6 @@ def _sent(verb: str, numel: int, ranks: int) -> int:
     if verb == "all_to_all":
         return numel // ranks * (ranks - 1) * 4
     return ring_bytes(verb, numel, 4, ranks)
-
-
-def copy_rate(size: int = 64 << 20) -> float:
-    """Bytes per second of memory traffic of a copy (read and write), the best of a few."""
-    source, target = torch.ones(size // 4), torch.empty(size // 4)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        target.copy_(source)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size / best
 
 
 # -- what comes out ----------------------------------------------------------------------------------------

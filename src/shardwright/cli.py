@@ -356,6 +356,7 @@ def bench_comm(
     transport: Annotated[
         list[str] | None, typer.Option(help="gloo, 'gloo composed', shm, 'shm own' or nccl. Repeatable; else all.")
     ] = None,
+    steps: Annotated[bool, typer.Option(help="Train a few steps too (CPU ranks), for the software's share.")] = True,
     out: Annotated[Path | None, typer.Option(help="Folder for comm.json, comm.png and cluster.toml.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -363,7 +364,8 @@ def bench_comm(
     from shardwright.bench_comm import bench_comm as run
     from shardwright.bench_comm import comm_table, plot_comm
 
-    result = run(ranks, most_mb << 20, transport or ())
+    with Console(stderr=True).status("verbs on every transport, then a few training steps: a minute or two"):
+        result = run(ranks, most_mb << 20, transport or (), steps)
     if not _is_main():
         return
     if out is not None:

@@ -16,7 +16,7 @@ import pytest
 from rules.source import PROJECT, ROOT, Import, Module, imports, package_modules, part_of
 
 MODEL_SEES = ("core", "ops", "errors", "comm.base", "comm.mesh", "comm.regions", "parallel.tensor", "parallel.expert")
-LAUNCH_FOR = ("train", "verify", "bench", "bench_comm", "cli", "demo")
+LAUNCH_FOR = ("train", "verify", "bench", "bench_comm", "bench_steps", "cli", "demo")
 MODULES = package_modules()
 KNOWN = frozenset(module.name for module in MODULES)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from shardwright import bench_comm, cli
 from shardwright.bench_comm import Fit, Point, link_cluster
+from shardwright.bench_steps import Step
 from shardwright.core.cluster import Cluster
 from shardwright.core.layout import Layout
 from shardwright.errors import ConfigError
@@ -69,6 +70,24 @@ def test_several_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_comm, "torchrun_env", lambda: RankEnv(0, 4, 0, 2, "env://", num_nodes=2))
     with pytest.raises(ConfigError, match="the links of one node, and 2 were started"):
         bench_comm.bench_comm(4, 1 << 20)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_the_softwares_constants_are_in_the_cluster_file(steps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        asdict(Point(verb, "shm", size, size, seconds, None))
+        for verb in bench_comm.VERBS
+        for size, seconds in MEASURED.items()
+    ]
+    measured = found(2) | {"points": points, "transports": ["shm"]}
+    monkeypatch.setattr(bench_comm, "launch", lambda *_, **__: [measured])
+    rows = [Step("tp=2", 0.1, 0.11)]
+    monkeypatch.setattr(bench_comm, "with_software", lambda one: (replace(one, software=(("message", 3e-4),)), rows))
+    result = bench_comm.bench_comm(2, 1 << 20, (), steps)
+    path = tmp_path / "cluster.toml"
+    path.write_text(result["cluster"])
+    assert Cluster.load(str(path)).software == ((("message", 3e-4),) if steps else ())
+    assert result["steps"] == ([{"layout": "tp=2", "measured": 0.1, "fitted": 0.11}] if steps else [])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

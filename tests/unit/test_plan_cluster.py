@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.core.cluster import RELATIVES, Cluster, find_chip
+from shardwright.core.cluster import RELATIVES, Cluster, LinkLevel, find_chip
 from shardwright.core.layout import Layout
 from shardwright.core.presets import preset
 from shardwright.errors import ConfigError
+from shardwright.plan.command import make_plan
+from shardwright.plan.compute import Kernels
+from shardwright.plan.stack import MEASURED, Stack, default_stack, stack_for
 from shardwright.plan.step_time import Pricer
 
 FILE = """
@@ -110,7 +113,8 @@ def test_a_rack_is_as_fast_as_a_node() -> None:
 def test_what_is_written_is_read_back(tmp_path: Path, text: str) -> None:
     cluster = Cluster.parse(text)
     measured = tuple(replace(level, efficiency=((1e3, 0.25), (1e6, 0.75))) for level in cluster.levels)
-    for one in (cluster, replace(cluster, levels=measured)):
+    software = (("message", 3e-05), ("tiles", False), ("memory", 0.5))
+    for one in (cluster, replace(cluster, levels=measured), replace(cluster, cores=2, software=software)):
         assert Cluster.load(write(tmp_path, one.to_toml())) == one
 
 
@@ -132,11 +136,72 @@ def test_without_levels_the_chips_own_links_count(tmp_path: Path) -> None:
         ("[1e8, 0.8]", "[1e8, 1.8]", "rising bytes and shares in"),
         ("nodes = 2", "nodes = = 2", "is not TOML"),
         ("nodes = 2", "nodes = 2\n[chip.x]", "is not TOML|must be|missing"),
+        ("nodes = 2", "nodes = 2\ncores = -1", "cores=-1 must be at least 1"),
+        ("nodes = 2", "nodes = 2\nsoftware = 3", "software must be a table"),
+        ("nodes = 2", "nodes = 2\nsoftware.message = 'long'", "software.message='long' must be a number"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Cluster.load(write(tmp_path, FILE.replace(old, new, 1)))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("massage = 3e-4", "unknown constant 'massage'; did you mean 'message'"),
+        ("message = true", "message=True must be a number"),
+        ("flash = 1", "flash=1 must be true or false"),
+        ("memory = 0.0", "memory=0.0 must be above 0"),
+        ("message = -1e-3", "message=-0.001 must be at least 0"),
+    ],
+)
+def test_wrong_constants_are_refused(tmp_path: Path, line: str, message: str) -> None:
+    cluster = Cluster.load(write(tmp_path, f"{FILE}\n[software]\n{line}\n"))
+    with pytest.raises(ConfigError, match=message):
+        stack_for(cluster)
+
+
+def test_a_files_constants_are_the_planners(tmp_path: Path) -> None:
+    """They take the place of the chip's defaults, and the plan says so."""
+    path = write(tmp_path, f"{FILE}\n[software]\nmessage = 1.0\n")
+    cluster = Cluster.load(path)
+    assert stack_for(cluster) == Stack(name=MEASURED, message=1.0)
+    assert stack_for(replace(cluster, software=())) == default_stack(cluster.chip)
+    planned = make_plan("llama-3.1-8b", path, "tp=2,dp=8", 4096, 16, 1)
+    assert planned.plan.step.seconds > 32 * 8, "two gathers and two scatters a layer, forward and backward, a second each"
+    assert any("those of the cluster file" in line for line in planned.plan.assumptions)
+
+
+def test_ranks_share_the_cores_of_a_node(tmp_path: Path) -> None:
+    alone = replace(Cluster.load(write(tmp_path, CUSTOM)), cores=0)
+    alone = replace(alone, gpus_per_node=4, levels=(LinkLevel("host", 4, 1e9, 1e-5),))
+    shared = replace(alone, cores=2)
+    model = preset("tiny", num_layers=4)
+
+    def slower(text: str, *, exact: bool = True) -> float:
+        layout = Layout.parse(text)
+        one, other = (Pricer(model, cluster, 64, Stack()) for cluster in (alone, shared))
+        return other.seconds(layout) / one.seconds(layout) if exact else other.quick(layout) / one.quick(layout)
+
+    assert slower("dp=2") == slower("tp=2") == 1
+    assert slower("dp=4,zero=1,microbatches=2") == pytest.approx(2)
+    assert slower("pp=2,dp=2,microbatches=8") < 2
+    assert slower("pp=4") == 1, "one stage works at a time"
+    middle = slower("pp=4,microbatches=4")
+    assert 1 < middle < slower("pp=4,microbatches=16") < 2
+    assert slower("pp=4,microbatches=4", exact=False) < middle, "the closed form knows the mean number of busy ranks only"
+
+
+def test_a_cpu_has_no_tiles_to_fill() -> None:
+    chip = replace(find_chip("h100-80gb"), num_sms=0)
+    seconds = {
+        (tiles, width): Kernels(chip, Stack(tiles=tiles, launch=0.0), "bf16").gemm_seconds(4096, width, 8192)
+        for tiles in (True, False)
+        for width in (320, 384)
+    }
+    assert seconds[True, 320] > 0.95 * seconds[True, 384]
+    assert seconds[False, 320] == pytest.approx(320 / 384 * seconds[False, 384])
 
 
 def test_a_chip_needs_its_memory(tmp_path: Path) -> None:

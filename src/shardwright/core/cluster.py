@@ -7,6 +7,7 @@ A cluster is ``CHIP:NODESxGPUS``, or a TOML file (`Cluster.load`; units are in t
     nodes = 8
     gpus_per_node = 8
     storage_gb_s = 1.0          # to shared storage, per node; left out: 1
+    cores = 2                   # that a node's ranks share, where chips are CPU cores; left out: each chip is a rank's own
 
     [[levels]]                  # from the fastest links outwards; left out: the chip's own links
     name = "intra"              # "rack": fast links that join nodes
@@ -14,6 +15,9 @@ A cluster is ``CHIP:NODESxGPUS``, or a TOML file (`Cluster.load`; units are in t
     gb_s = 450.0                # per direction and GPU
     latency_us = 10.0
     efficiency = [[1e4, 0.05], [1e6, 0.4], [1e8, 0.8]]    # [bytes of a message, share of gb_s that it gets]
+
+    [software]                  # as `bench comm` fits it to steps on this machine; left out: the planner's own for the chip
+    message = 3e-4              # constants by the names of `plan.stack.Stack`
 
 >>> cluster = Cluster.parse("h100-80gb:8x8")
 >>> cluster.chip.name, cluster.world_size, [level.name for level in cluster.levels]
@@ -112,7 +116,8 @@ class Cluster:
     """Equal nodes of one chip. `levels` go from the fastest links outwards; a node is (part of) one scale-up domain.
 
     A level named ``rack`` is of the same kind as the links inside a node, and the levels below it too. ``storage_bandwidth``:
-    bytes/s that each node writes to where checkpoints are.
+    bytes/s that each node writes to where checkpoints are. ``cores``: those that a node's ranks share where chips are CPU cores
+    (0: each chip is a rank's own). ``software``: constants of the planner's stack that were measured here, by name.
     """
 
     chip: Chip
@@ -120,6 +125,8 @@ class Cluster:
     gpus_per_node: int
     levels: tuple[LinkLevel, ...]
     storage_bandwidth: float = STORAGE
+    cores: int = 0
+    software: tuple[tuple[str, float | bool], ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -158,7 +165,8 @@ class Cluster:
     def to_toml(self) -> str:
         """The text of a cluster file that `load` reads back to an equal value."""
         lines = [f"nodes = {self.nodes}", f"gpus_per_node = {self.gpus_per_node}"]
-        lines += [f"storage_gb_s = {self.storage_bandwidth / GB!r}", "", "[chip]"]
+        lines.append(f"storage_gb_s = {self.storage_bandwidth / GB!r}")
+        lines += [f"cores = {self.cores}"] * (self.cores > 0) + ["", "[chip]"]
         for key, (field, unit) in _CHIP_KEYS.items():
             value = getattr(self.chip, field)
             if value is None or (field == "unconfirmed" and not value):
@@ -170,6 +178,8 @@ class Cluster:
             if level.efficiency:
                 points = ", ".join(f"[{size!r}, {share!r}]" for size, share in level.efficiency)
                 lines.append(f"efficiency = [{points}]")
+        if self.software:
+            lines += ["", "[software]", *(f"{key} = {repr(value).lower()}" for key, value in self.software)]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -341,7 +351,7 @@ def _toml_value(value: Any, unit: float) -> str:
 
 
 def _from_toml(content: Mapping[str, Any], where: str) -> Cluster:
-    _known_keys(content, ("chip", "nodes", "gpus_per_node", "storage_gb_s", "levels"), where)
+    _known_keys(content, ("chip", "nodes", "gpus_per_node", "storage_gb_s", "cores", "levels", "software"), where)
     nodes, gpus = (_number(content, key, where, whole=True) for key in ("nodes", "gpus_per_node"))
     chip = content.get("chip")
     if isinstance(chip, str):
@@ -353,8 +363,12 @@ def _from_toml(content: Mapping[str, Any], where: str) -> Cluster:
     storage = _number(content, "storage_gb_s", where) * GB if "storage_gb_s" in content else STORAGE
     if storage <= 0:
         raise ConfigError(f"{where}: storage_gb_s={content['storage_gb_s']} must be above 0; leave it out for 1")
+    cores = int(_number(content, "cores", where, whole=True)) if "cores" in content else 0
+    if cores < 0:
+        raise ConfigError(f"{where}: cores={cores} must be at least 1; leave it out where each chip is a rank's own")
+    further: dict[str, Any] = {"storage_bandwidth": storage, "cores": cores, "software": _software(content, where)}
     if "levels" not in content:
-        return replace(Cluster.of(found, int(nodes), int(gpus)), storage_bandwidth=storage)
+        return replace(Cluster.of(found, int(nodes), int(gpus)), **further)
     if nodes < 1 or gpus < 1:
         raise ConfigError(f"{where}: {nodes} nodes with {gpus} GPUs each; both must be at least 1")
     levels = tuple(_level_from_toml(level, where) for level in content["levels"])
@@ -364,7 +378,18 @@ def _from_toml(content: Mapping[str, Any], where: str) -> Cluster:
         raise ConfigError(
             f"{where}: levels of {sizes} ranks must grow and the last must hold all {world}; list them from the fastest out"
         )
-    return Cluster(found, int(nodes), int(gpus), levels, storage)
+    return Cluster(found, int(nodes), int(gpus), levels, **further)
+
+
+def _software(content: Mapping[str, Any], where: str) -> tuple[tuple[str, float | bool], ...]:
+    """The table [software]; which constants there are is the planner's to say."""
+    table = content.get("software", {})
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where}: software must be a table of constants")
+    wrong = next((key for key, value in table.items() if not isinstance(value, int | float)), None)
+    if wrong is not None:
+        raise ConfigError(f"{where}: software.{wrong}={table[wrong]!r} must be a number, true or false")
+    return tuple(table.items())
 
 
 def _chip_from_toml(table: Mapping[str, Any], where: str) -> Chip:

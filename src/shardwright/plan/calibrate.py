@@ -27,7 +27,7 @@ from shardwright.plan.step_time import Pricer
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "gemm_bf16": (0.2, 1.0), "gemm_fp8": (0.15, 1.0), "gemm_fp4": (0.1, 1.0), "grouped": (0.2, 1.0), "attention": (0.05, 1.0),
-    "memory": (0.3, 1.0), "launch": (1e-7, 3e-5), "host": (1e-7, 1e-4), "intra": (0.1, 1.0), "inter": (0.1, 1.0),
+    "memory": (0.3, 1.0), "launch": (1e-7, 1e-4), "host": (1e-7, 1e-4), "intra": (0.1, 1.0), "inter": (0.1, 1.0),
     "latency": (0.05, 20.0), "message": (1e-7, 5e-3), "fused": (0.2, 2.5), "dp_overlap": (1e-3, 1.0), "tp_overlap": (1e-3, 0.95),
     "ep_overlap": (1e-3, 0.95), "p2p_overlap": (1e-3, 1.0), "contention": (1e-3, 1.0), "imbalance": (1.0, 1.5),
     "step_seconds": (1e-5, 5.0), "kv": (0.1, 1.0), "request_seconds": (1e-4, 1.0), "burst": (1e-3, 1.0),
@@ -80,7 +80,9 @@ def fit(cases: Sequence[Case], start: Stack, names: Sequence[str], rounds: int =
     return least(error, start, names, rounds)
 
 
-def least(error: Callable[[Stack], float], start: Stack, names: Sequence[str], rounds: int) -> Stack:
+def least(
+    error: Callable[[Stack], float], start: Stack, names: Sequence[str], rounds: int, *, pull: float = PULL
+) -> Stack:
     """``start`` with the fields ``names`` moved, within their bounds, to where ``error`` with its pull is least."""
     origin = [log(max(getattr(start, name), BOUNDS[name][0])) for name in names]
 
@@ -92,7 +94,7 @@ def least(error: Callable[[Stack], float], start: Stack, names: Sequence[str], r
         return replace(start, **values)
 
     def loss(point: Sequence[float]) -> float:
-        return error(at(point)) + PULL * sum((a - b) ** 2 for a, b in zip(point, origin, strict=True))
+        return error(at(point)) + pull * sum((a - b) ** 2 for a, b in zip(point, origin, strict=True))
 
     return at(simplex(loss, origin, rounds))
 

@@ -20,7 +20,7 @@ from shardwright.plan.neighbours import price_with_neighbours
 from shardwright.plan.search import default_global_batch, search
 from shardwright.plan.serve_search import ServingPlan, Target, plan_serving
 from shardwright.plan.serving import Load, ServingPricer
-from shardwright.plan.stack import Fit, default_stack, fit_of, serving_stack
+from shardwright.plan.stack import Fit, fit_of, serving_stack, stack_for
 from shardwright.plan.step_time import Pricer
 
 SERVING_KEYS = ("tp", "pp", "dp", "ep", "precision")
@@ -125,7 +125,7 @@ def make_plan(
     _check_precision(precision, layout)
     config = given.model
     length = seq or given.seq or min(config.max_positions, DEFAULT_SEQ)
-    stack = default_stack(machine.chip)
+    stack = stack_for(machine)
     training: dict[str, Any] = {"frozen": given.frozen, "moments": 1 if given.optimizer == "sgd" else 2}
     pricer = Pricer(config, machine, length, stack, **training)
     values = _wanted_layout(given, layout, global_batch, precision)

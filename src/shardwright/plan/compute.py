@@ -82,12 +82,15 @@ class Kernels:
         precision = precision or self.precision
         if min(m, n, k, groups) <= 0:
             return 0.0
-        useful = _useful_share(m, n, groups, self.chip.num_sms)
+        useful = self._useful_share(m, n, groups)
         share = self.stack.gemm(precision) * useful * (self.stack.grouped if groups > 1 else 1.0)
         arithmetic = 2.0 * m * n * k * groups / (compute_peak(self.chip, self.arithmetic or precision) * share)
         size, out = OPERAND_BYTES.get(precision, 2.0), ACTIVATION_BYTES.get(precision, 2)
         memory = groups * (size * k * (m + n) + out * m * n) / self._memory_rate
         return self.stack.launch + max(arithmetic, memory)
+
+    def _useful_share(self, m: float, n: float, groups: float) -> float:
+        return useful_share(m, n, groups, self.chip.num_sms) if self.stack.tiles else 1.0
 
     def linear(self, m: float, n: float, k: float, groups: float = 1, precision: str = "") -> None:
         """A linear layer: m tokens from k to n channels."""
@@ -131,7 +134,7 @@ class Kernels:
         rate = compute_peak(self.chip, wide) * stack.attention
         product = 2.0 * batch * queries * keys * half
         scores = batch * queries * keys
-        arithmetic = product / (rate * _useful_share(queries, keys, batch, self.chip.num_sms))
+        arithmetic = product / (rate * self._useful_share(queries, keys, batch))
         seconds = 2 * max(arithmetic, (2 * scores + 4 * batch * (queries + keys) * half) / self._memory_rate)
         self.cost.forward += 2 * stack.launch + seconds
         self.cost.attention_forward += seconds
@@ -162,7 +165,7 @@ def _wide(precision: str) -> str:
     return "bf16" if precision in ("fp8", "fp4") else precision
 
 
-def _useful_share(m: float, n: float, groups: float, num_sms: int) -> float:
+def useful_share(m: float, n: float, groups: float, num_sms: int) -> float:
     """Share of the rate that is left by part tiles and a part last wave, for the best tile shape."""
     best = 0.0
     for rows, columns, rate in TILES:

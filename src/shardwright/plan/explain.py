@@ -12,7 +12,7 @@ from rich.text import Text
 from shardwright.core.cluster import Cluster
 from shardwright.core.layout import Layout
 from shardwright.core.plan import GIB, Candidate, CheckpointTime, Plan
-from shardwright.plan.stack import Fit, Stack
+from shardwright.plan.stack import MEASURED, Fit, Stack
 from shardwright.plan.step_time import Pricer
 
 SHOWN_STAGES = 6
@@ -35,8 +35,12 @@ def assumptions(plan: Plan, stack: Stack, fit: Fit, optimizer: str = "adamw") ->
             f"constants fitted on {fit.rows} runs ({fit.source}): {fit.mape:.1f} % mean error, "
             f"{fit.held_out_mape:.1f} % on runs held out"
         )
+    elif stack.name == MEASURED:
+        lines.append(f"constants of the stack are those of the cluster file: {fit.source}")
     else:
         lines.append("constants of the stack are guesses, not fitted on runs")
+    if cores := plan.cluster.cores:
+        lines.append(f"{min(plan.layout.world_size, plan.cluster.gpus_per_node)} ranks of a node share {cores} cores")
     if chip.unconfirmed:
         lines.append(f"not confirmed for {chip.name}: {', '.join(chip.unconfirmed)}")
     if plan.model.moe is not None:

@@ -54,6 +54,28 @@ def makespan(layout: Layout, times: StageTimes, *, exact: bool = True) -> float:
     return second + (second - first) * ((m - base) // p - 1)
 
 
+def stretch_of_shared_cores(layout: Layout, times: StageTimes, cores: int) -> float:
+    """By how much a pipeline takes longer whose ranks share ``cores``: while more are busy than there are cores, all are slower.
+
+    The ranks of a stage (tp, cp, dp) are busy at the same time.
+    """
+    alike = layout.world_size // layout.pp
+    if layout.pp == 1:
+        return max(1.0, alike / cores)
+    timeline = run_rows(layout, times)
+    changes = sorted(
+        event
+        for rank in range(layout.pp)
+        for span in timeline.spans(rank)
+        for event in ((span.start, alike), (span.end, -alike))
+    )
+    busy, before, stretched = 0, changes[0][0], 0.0
+    for moment, change in changes:
+        stretched += (moment - before) * max(1.0, busy / cores)
+        busy, before = busy + change, moment
+    return stretched / timeline.makespan
+
+
 def run_rows(layout: Layout, times: StageTimes) -> Timeline:
     """The schedule's rows on the clock."""
     costs = Costs(times.forward, times.backward, times.weight, Link(latency=times.link))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from typing import Any
 
-from shardwright.core.cluster import Chip
+from shardwright.core.cluster import Chip, Cluster
 from shardwright.core.suggest import did_you_mean
 from shardwright.errors import ConfigError
 
@@ -21,7 +21,8 @@ from shardwright.errors import ConfigError
 class Stack:
     """Shares are of the chip's peak (or of the link's bandwidth), times in seconds.
 
-    ``gemm_*``: matrix products, large and in whole tiles; ``grouped``: of that in the products of several experts.
+    ``gemm_*``: matrix products, large and in whole tiles; ``grouped``: of that in the products of several experts. ``tiles``:
+    products are cut into an accelerator's tiles, so that odd sizes waste some (a CPU's are too small to count).
     ``attention``: the score products, of the bf16 peak. ``memory``: of the memory's bandwidth. ``launch``: what one
     kernel takes beyond its work; ``host``: what the host needs to launch it (a micro-batch takes at least that for all
     its kernels).
@@ -58,6 +59,7 @@ class Stack:
     gemm_fp8: float = 0.62
     gemm_fp4: float = 0.5
     grouped: float = 0.8
+    tiles: bool = True
     attention: float = 0.5
     memory: float = 0.8
     launch: float = 3e-6
@@ -162,6 +164,8 @@ def stack_of(name: str, tables: Mapping[str, Mapping[str, Any]] | None = None) -
 
 def fit_of(name: str) -> Fit:
     """How the constants of ``name`` were found."""
+    if name == MEASURED:
+        return Fit("steps that `bench comm` took on this machine")
     table = read_tables()[name]["fit"]
     lists = {name: tuple(table.get(name, ())) for name in ("fields", "memory_fields")}
     return Fit(**{**table, **lists})
@@ -195,6 +199,33 @@ passes for 1.5, a gated activation 8 for 4, by counting)."""
 def eager(stack: Stack) -> Stack:
     """The same software without a compiler that fuses element-wise work."""
     return replace(stack, fused=stack.fused * EAGER_TRAFFIC, compiled=False)
+
+
+_RATES = ("gemm_bf16", "gemm_fp8", "gemm_fp4", "grouped", "attention", "memory", "intra", "inter", "host_bandwidth", "kv")
+"""Constants that something is divided by."""
+MEASURED = "measured"
+"""Name of a stack whose constants a cluster file has."""
+
+
+def stack_for(cluster: Cluster) -> Stack:
+    """What was measured on ``cluster`` itself, else the default of its chip; raises `ConfigError` for an unknown constant."""
+    for key, value in cluster.software:
+        if key not in _FIELDS:
+            raise ConfigError(f"cluster file, [software]: unknown constant {key!r}; {did_you_mean(key, _FIELDS)}")
+        switch = isinstance(getattr(Stack(), key), bool)
+        if isinstance(value, bool) is not switch:
+            raise ConfigError(f"cluster file, [software]: {key}={value} must be {'true or false' if switch else 'a number'}")
+        if value < 0 or (not value and key in _RATES):
+            raise ConfigError(f"cluster file, [software]: {key}={value} must be {'above' if key in _RATES else 'at least'} 0")
+    if not cluster.software:
+        return default_stack(cluster.chip)
+    values: dict[str, Any] = dict(cluster.software)
+    return Stack(name=MEASURED, **values)
+
+
+def software_of(stack: Stack) -> tuple[tuple[str, float | bool], ...]:
+    """The constants of ``stack`` that are not `Stack`'s own: what a cluster file keeps of it."""
+    return tuple((key, getattr(stack, key)) for key in _FIELDS if getattr(stack, key) != getattr(Stack(), key))
 
 
 def default_stack(chip: Chip) -> Stack:

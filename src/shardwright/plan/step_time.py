@@ -33,8 +33,8 @@ from shardwright.plan.compute import (
 from shardwright.plan.memory import PARAMETER_BYTES, MemoryModel, by_rows, in_flight, optimizer_bytes, shard_ranks
 from shardwright.plan.network import Network
 from shardwright.plan.overlap import hidden
-from shardwright.plan.pipeline import StageTimes, makespan, run_rows
-from shardwright.plan.stack import Stack, default_stack
+from shardwright.plan.pipeline import StageTimes, makespan, run_rows, stretch_of_shared_cores
+from shardwright.plan.stack import Stack, stack_for
 from shardwright.plan.stages import (
     Parameters,
     ParameterTable,
@@ -102,7 +102,7 @@ class Pricer:
         if frozen:
             check_frozen(frozen, parameter_specs(model))
         self.model, self.cluster, self.seq = model, cluster, seq
-        self.stack = stack or default_stack(cluster.chip)
+        self.stack = stack or stack_for(cluster)
         self.frozen, self.moments = tuple(frozen), moments
         self.table = ParameterTable(model, frozen)
         self.network = Network(cluster, self.stack)
@@ -391,15 +391,21 @@ class Pricer:
             phase.compute for s in by_rank[slow] for phase in (stages[s].forward, stages[s].backward, stages[s].weight)
         )
         waiting = m * work[slow] - compute
-        step = self._step(
-            layout, span + exposed_data[slow] + update + stack.step_seconds, sum(s.flops for s in stages),
-            compute, span - m * work[slow], waiting + exposed_data[slow], update,
+        bubble = 1 - m * sum(work) / (p * span) if span else 0.0
+        shared = 1.0
+        if cores := self.cluster.cores:
+            busy = layout.world_size * (1 - bubble) / cores
+            shared = stretch_of_shared_cores(layout, times, cores) if exact else max(1.0, busy)
+        seconds = (
+            span + exposed_data[slow] + update + stack.step_seconds, compute, span - m * work[slow],
+            waiting + exposed_data[slow], update, stack.step_seconds,
         )  # fmt: skip
+        step = self._step(layout, sum(s.flops for s in stages), *(shared * part for part in seconds))
         pipeline = PipelineSummary(
             layout.schedule if p > 1 else "none",
             layout.num_stages,
             m,
-            1 - m * sum(work) / (p * span) if span else 0.0,
+            bubble,
             tuple(in_flight(layout, rank) for rank in range(p)),
         )
         ledger = Ledger()
@@ -442,7 +448,15 @@ class Pricer:
         return seconds
 
     def _step(
-        self, layout: Layout, seconds: float, flops: float, compute: float, bubble: float, exposed: float, update: float
+        self,
+        layout: Layout,
+        flops: float,
+        seconds: float,
+        compute: float,
+        bubble: float,
+        exposed: float,
+        update: float,
+        other: float,
     ) -> StepTime:
         tokens = layout.global_batch * self.seq
         gpus = layout.world_size
@@ -461,5 +475,5 @@ class Pricer:
             bubble_seconds=max(0.0, bubble),
             exposed_communication_seconds=exposed,
             optimizer_seconds=update,
-            other_seconds=self.stack.step_seconds,
+            other_seconds=other,
         )
