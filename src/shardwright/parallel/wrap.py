@@ -130,18 +130,24 @@ class DataParallel(nn.Module):
         self._frozen: list[FlatParameters] = []
         self._units: UnitHooks | None = None
         if zero == 3:
-            storage = self.buckets.storage
-            for plan in _plan(frozen, self._copies, bucket_mb, users):
-                self._frozen.append(FlatParameters(plan, frozen, mesh.axis(plan.shard_over), zero=3, storage=storage))
-            groups = [*self.buckets.buckets, *self._frozen]
-            using = [users[group.plan.members[0].name] for group in groups]
-            keep = reshard == "after_backward"
-            self._units = UnitHooks(module, names, groups, using, keep=keep, prefetch=prefetch)
+            self._units = self._gathered_units(names, users, frozen, layout)
         elif not zero:
             for bucket in self.buckets.buckets:
                 broadcast([bucket.parameters], self._copies.holders(bucket.plan), "initial state")
             self._copies.broadcast(frozen, "initial state")
         self._copies.broadcast(dict(module.named_buffers()), "initial state")
+
+    def _gathered_units(
+        self, names: Sequence[str], users: Mapping[str, tuple[str, ...]], frozen: Mapping[str, nn.Parameter], layout: Layout
+    ) -> UnitHooks:
+        """Units ``names`` whose parameters, the ``frozen`` ones too, are gathered for their use; ``users``: of a parameter."""
+        storage, mesh = self.buckets.storage, self.mesh
+        for plan in _plan(frozen, self._copies, layout.bucket_mb, users):
+            self._frozen.append(FlatParameters(plan, frozen, mesh.axis(plan.shard_over), zero=3, storage=storage))
+        groups = [*self.buckets.buckets, *self._frozen]
+        using = [users[group.plan.members[0].name] for group in groups]
+        keep = layout.reshard == "after_backward"
+        return UnitHooks(self.module, names, groups, using, keep=keep, prefetch=layout.prefetch)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.publish()

@@ -6,7 +6,7 @@ The same path at every layout: with one rank all verbs return their input.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from shardwright.parallel.flat import FlatParameters
 from shardwright.parallel.gather import UnitGatherer
 from shardwright.parallel.hooks import CommHook, check_reduction, hook_for
 from shardwright.parallel.pipeline import Executor, StageUnits
+from shardwright.schedule.action import Schedule
 from shardwright.schedule.gathers import Use, plan_gathers, unit_uses
 from shardwright.schedule.make import make_schedule
 from shardwright.schedule.passes import add_communication
@@ -143,20 +144,7 @@ class Trainer:
             self.model.compile_blocks()
         self.balancer = self._balancer()
         self.gatherer = self._gatherer(unit_uses(schedule, mesh.coordinates["pp"], stages)) if by_unit else None
-        modules = self.model.units()
-        self.executor = Executor(
-            schedule,
-            {stage: StageUnits({unit: modules[unit] for unit in stages[stage]}, config.model.dim) for stage in held},
-            mesh.pp,
-            self.buckets,
-            mesh.recorder,
-            recompute=self.recompute,
-            dtype=dtype,
-            token_shards=self.layout.tp if self.layout.sequence_parallel else 1,
-            reduce_each=self.layout.num_reductions > 1,
-            weights=self.gatherer,
-            sides=self.balancer,
-        )
+        self.executor = self._executor(schedule, {stage: stages[stage] for stage in held}, dtype)
         self.stop_requested = False
         self.norms = NormWatch(config.train.spike_factor)
         self._attention_work: tuple[float, tuple[str, ...]] = (1.0, ())
@@ -177,6 +165,24 @@ class Trainer:
         layout = self.layout
         planned = plan_gathers(uses, [bucket.plan.units for bucket in buckets], layout)
         return UnitGatherer(buckets, planned, layout.prefetch, self.mesh.recorder)
+
+    def _executor(self, schedule: Schedule, held: Mapping[int, Sequence[str]], dtype: torch.dtype) -> Executor:
+        """Runs this rank's row of ``schedule``; ``held``: its stages and their units."""
+        modules, layout = self.model.units(), self.layout
+        width = self.config.model.dim
+        return Executor(
+            schedule,
+            {stage: StageUnits({unit: modules[unit] for unit in units}, width) for stage, units in held.items()},
+            self.mesh.pp,
+            self.buckets,
+            self.mesh.recorder,
+            recompute=self.recompute,
+            dtype=dtype,
+            token_shards=layout.tp if layout.sequence_parallel else 1,
+            reduce_each=layout.num_reductions > 1,
+            weights=self.gatherer,
+            sides=self.balancer,
+        )
 
     def context(self, batch: MicroBatch, step: int, *, training: bool = True) -> Context:
         """What the model is told about one micro-batch, on this rank's device."""
