@@ -23,8 +23,11 @@ from shardwright.launch import RankEnv
 from shardwright.train.data import MicroBatch
 
 bench_rank = bench._bench_rank
-SETTINGS = ("always", "after_backward")
-"""Of FSDP2, which ours has no use for."""
+SETTINGS = {
+    "fsdp2": ("zero=3,reshard=always", "zero=3,reshard=after_backward"),
+    "zero_redundancy": ("zero=1",),
+}
+"""What a peer does, by its name; ours has no use for it."""
 
 
 def silent_rank(env: RankEnv, side: bench.Side) -> dict[str, Any]:
@@ -41,23 +44,23 @@ def silent_rank(env: RankEnv, side: bench.Side) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", default="fsdp2")
+    parser.add_argument("--peer", action="append", choices=sorted(SETTINGS), help="repeatable; all by default")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, help="keep the JSON here")
     options = parser.parse_args()
     bench._bench_rank = silent_rank
     results = {}
-    for reshard in SETTINGS:
-        layout = f"dp=2,micro_batch=4,zero=3,reshard={reshard},comm=auto"
-        found = bench.bench_training(layout, options.peer, "bench-25m", 256, options.rounds, 1)
+    chosen = [(peer, setting) for peer in options.peer or SETTINGS for setting in SETTINGS[peer]]
+    for peer, setting in chosen:
+        found = bench.bench_training(f"dp=2,micro_batch=4,{setting},comm=auto", peer, "bench-25m", 256, options.rounds, 1)
         ours, theirs = found["ours"], found["peer"]["step_seconds"]
         update = ours["step_seconds"] - ours["forward_backward"]
         found["ratio_with_its_share_of_the_update"] = (ours["forward_backward"] + update / 2) / theirs
-        results[reshard] = found
+        results[f"{peer} {setting}"] = found
         share = found["ratio_with_its_share_of_the_update"]
-        ratios = f"{found['ratio']:.3f} of {options.peer}'s step, {share:.3f} with half of the update"
+        ratios = f"{found['ratio']:.3f} of {peer}'s step, {share:.3f} with half of the update"
         times = f"{ours['step_seconds']:.3f} against {theirs:.3f} s"
-        print(f"reshard={reshard}: {ratios} ({times}, of processor time {found['ratio_of_processor_time']:.3f})", flush=True)
+        print(f"{setting}: {ratios} ({times}, of processor time {found['ratio_of_processor_time']:.3f})", flush=True)
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
