@@ -83,7 +83,7 @@ def main() -> None:
         alone = found["one process, fp64"]
         apart = max(abs(a - b) / b for a, b in zip(found[name], alone, strict=True))
         table.add_row(name, *(f"{found[name][index]:.5f}" for index in shown), f"{apart:.1e}")
-    Console().print(table)
+    Console(width=130).print(table)
     if options.out is not None:
         options.out.write_text(json.dumps({"lr": options.lr, "losses": found}, indent=2) + "\n", encoding="utf-8")
 

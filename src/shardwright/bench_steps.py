@@ -2,9 +2,9 @@
 second half.
 
 A verb by itself takes some 10 us of software here; as a layer calls it, with its recording, its part of the autograd graph and
-the copies around it, it takes more, and what a kernel takes beyond its work no data sheet says. So steps of one
-rank, by all ranks at once, and of a few layouts of all ranks are timed, and the planner's constants (`plan.stack.Stack`) are
-fitted to them. Each layout has its turn in each of several rounds, so that a slow minute touches all.
+the copies around it, it takes more, and what a kernel takes beyond its work no data sheet says. So steps of one rank, by all
+ranks at once, and of a few layouts of all ranks are timed, and the planner's constants (`plan.stack.Stack`) are fitted to
+them. Each layout has its turn in each of several rounds, so that a slow minute touches all.
 """
 
 from __future__ import annotations

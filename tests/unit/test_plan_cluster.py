@@ -186,6 +186,10 @@ def test_ranks_share_the_cores_of_a_node(tmp_path: Path) -> None:
 
     assert slower("dp=2") == slower("tp=2") == 1
     assert slower("dp=4,zero=1,microbatches=2") == pytest.approx(2)
+    levels = (LinkLevel("host", 2, 1e9, 1e-5), LinkLevel("wire", 4, 1e9, 1e-5))
+    alone, shared = (replace(one, nodes=2, gpus_per_node=2, levels=levels) for one in (alone, shared))
+    assert slower("dp=4,zero=1,microbatches=2") == 1, "two ranks on each of two nodes"
+    alone, shared = (replace(one, nodes=1, gpus_per_node=4, levels=levels) for one in (alone, shared))
     assert slower("pp=2,dp=2,microbatches=8") < 2
     assert slower("pp=4") == 1, "one stage works at a time"
     middle = slower("pp=4,microbatches=4")

@@ -393,7 +393,7 @@ class Pricer:
         waiting = m * work[slow] - compute
         bubble = 1 - m * sum(work) / (p * span) if span else 0.0
         shared = 1.0
-        if cores := self.cluster.cores:
+        if cores := self.cluster.cores * -(-layout.world_size // self.cluster.gpus_per_node):
             busy = layout.world_size * (1 - bubble) / cores
             shared = stretch_of_shared_cores(layout, times, cores) if exact else max(1.0, busy)
         seconds = (
