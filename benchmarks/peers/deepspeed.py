@@ -1,6 +1,7 @@
 """Peer: the model of `plain_llama` through DeepSpeed's ZeRO engine (stage 1, 2 or 3) with PyTorch's fused AdamW, over gloo.
 
-DeepSpeed is not among our requirements: without it a run is refused with the reason.
+DeepSpeed is not among our requirements, since its own would bring another PyTorch: without it a run is refused with the reason.
+On CPU ranks its memory-shared all-reduce is compiled at the first run (some 20 s, needs a C++ compiler).
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from plain_llama import Llama, adamw, check_model, mean_loss
 
 AXES = ("dp",)
+INSTALL = "pip install --no-deps --no-build-isolation deepspeed hjson py-cpuinfo einops msgpack ninja"
+"""Without dependencies, so that it takes the PyTorch that is here."""
 
 
 def check(config: RunConfig) -> None:
     check_model(config)
     if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError("peer deepspeed needs the package deepspeed, which is not installed; pip install deepspeed")
+        raise ConfigError(f"peer deepspeed needs the package deepspeed, which is not installed; {INSTALL}")
     layout = config.layout
     if layout.zero == 0 or layout.dp == 1 or layout.dp_replicate > 1:
         raise ConfigError(f"peer deepspeed is ZeRO over dp and not {layout}; use dp=2,zero=1, say")
@@ -39,6 +42,8 @@ class Peer:
     def __init__(self, config: RunConfig, weights: dict[str, Tensor], mesh: Mesh, device: torch.device) -> None:
         if device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
+        places = {"RANK": mesh.rank, "LOCAL_RANK": mesh.rank, "WORLD_SIZE": mesh.world.size}
+        os.environ.update({name: str(value) for name, value in places.items()})  # as its launcher sets them
         import deepspeed
 
         layout, self.seq_len = config.layout, config.data.seq_len
@@ -47,6 +52,7 @@ class Peer:
             "train_micro_batch_size_per_gpu": layout.micro_batch,
             "gradient_accumulation_steps": layout.microbatches,
             "zero_optimization": {"stage": layout.zero},
+            "gradient_clipping": 0.0,  # its default is 1
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 1_000_000,

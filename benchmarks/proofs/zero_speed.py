@@ -23,7 +23,7 @@ def fsdp2(comm: str, bar: float) -> Outcome:
 
 def deepspeed() -> Outcome:
     if importlib.util.find_spec("deepspeed") is None:
-        return Outcome("skipped: deepspeed is not installed", None)
+        return Outcome("skipped: deepspeed is not installed (benchmarks/peers/deepspeed.py says how)", None)
     shown, right = [], True
     for zero in (1, 2, 3):
         outcome = ratio_of(bench_train(f"zero-deepspeed-{zero}", f"dp=2,micro_batch=4,zero={zero}", "deepspeed"), 0.9)

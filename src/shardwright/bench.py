@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -80,6 +81,15 @@ class Side:
     def turn_file(self, index: int, name: str) -> Path:
         return Path(self.folder) / f"{index}.{name}"
 
+    @property
+    def failed(self) -> Path:
+        """A file that is there when the peer's process has failed."""
+        return Path(self.folder) / "peer.failed"
+
+    @property
+    def result_file(self) -> Path:
+        return Path(self.folder) / f"{self.name}.result"
+
 
 def bench_training(
     layout: str,
@@ -110,19 +120,41 @@ def bench_training(
         ours = Side("ours", peer, config.to_table(), rounds, steps, folder)
         tuned = tune_peer or peer == OWN
         theirs = replace(ours, name="peer", table=other.to_table(), tuned=tuned)
-        task = Path(folder) / "peer.json"
-        task.write_text(json.dumps(asdict(theirs)), encoding="utf-8")
-        command = [sys.executable, "-m", "shardwright.bench", str(task)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                result = _run_side(ours)
-                printed, complaint = process.communicate(timeout=TURN_LIMIT_S)
-            finally:
-                process.kill()
-        if process.returncode != 0:
-            raise RankError(f"peer {peer} failed: {complaint.strip()[-2000:]}")
-        found = summarise(config, peer, result, json.loads(printed))
+        result, of_peer = _run_both(ours, theirs)
+        found = summarise(config, peer, result, of_peer)
         return found | {"peer_layout": str(other.layout), "peer_is_tuned": tuned}
+
+
+def _run_both(ours: Side, theirs: Side) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both sides' results; the peer's ranks are started by a process of its own, whatever it prints."""
+    folder = Path(ours.folder)
+    task, complaint = folder / "peer.json", folder / "peer.stderr"
+    task.write_text(json.dumps(asdict(theirs)), encoding="utf-8")
+    command = [sys.executable, "-m", "shardwright.bench", str(task)]
+    with (
+        complaint.open("w", encoding="utf-8") as errors,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors) as process,
+    ):
+        watching = threading.Thread(target=_note_failure, args=(process, theirs), daemon=True)
+        watching.start()
+        try:
+            result = _run_side(ours)
+            process.wait(TURN_LIMIT_S)
+        except RankError:
+            if not theirs.failed.exists():
+                raise
+        finally:
+            process.kill()
+            watching.join()
+    if process.returncode != 0:
+        raise RankError(f"peer {theirs.peer} failed: {complaint.read_text(encoding='utf-8').strip()[-2000:]}")
+    return result, json.loads(theirs.result_file.read_text(encoding="utf-8"))
+
+
+def _note_failure(process: subprocess.Popen[bytes], side: Side) -> None:
+    """Wait for the peer's process; the other side, which may wait for its turn, looks at the file."""
+    if process.wait():
+        side.failed.touch()
 
 
 def bench_config(layout: str, model: str, seq_len: int) -> RunConfig:
@@ -268,6 +300,8 @@ def _wait_for_turn(side: Side, index: int) -> None:
     before = side.turn_file(index - 1, "peer") if side.name == "ours" else side.turn_file(index, "ours")
     limit = time.monotonic() + TURN_LIMIT_S
     while index + (side.name == "peer") > 0 and not before.exists():
+        if side.name == "ours" and side.failed.exists():
+            raise RankError("the peer has failed")
         if time.monotonic() > limit:
             raise RankError(f"{side.name}: the other side did not finish its turn in {TURN_LIMIT_S:.0f} s")
         time.sleep(POLL_S)
@@ -333,10 +367,10 @@ def bench_table(result: dict[str, Any]) -> Table:
 
 
 def _peer_main(path: str) -> int:
-    """The peer's side in its own process: reads its task, prints its result."""
-    task = json.loads(Path(path).read_text(encoding="utf-8"))
+    """The peer's side in its own process: reads its task, writes its result."""
+    side = Side(**json.loads(Path(path).read_text(encoding="utf-8")))
     try:
-        print(json.dumps(_run_side(Side(**task))))
+        side.result_file.write_text(json.dumps(_run_side(side)), encoding="utf-8")
     except ShardwrightError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +12,18 @@ import torch
 from torch import nn
 
 from ranks.kit import run_ranks
-from shardwright.bench import _load_peer, bench_config, check_peer, peer_step, random_batches
+from shardwright.bench import (
+    TURN_LIMIT_S,
+    Side,
+    _load_peer,
+    _run_both,
+    bench_config,
+    check_peer,
+    peer_step,
+    random_batches,
+)
 from shardwright.comm.mesh import Mesh
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, RankError
 from shardwright.launch import RankEnv
 from shardwright.model.transformer import Transformer
 from shardwright.train.step import Trainer
@@ -30,10 +42,10 @@ RUNS = (
 )
 
 
-def both_losses(env: RankEnv) -> dict[str, tuple[list[float], list[float]]]:
+def both_losses(env: RankEnv, runs: tuple[tuple[str, str], ...] = RUNS) -> dict[str, tuple[list[float], list[float]]]:
     """Losses of the whole batch by us and by each peer."""
     found = {}
-    for name, layout in RUNS:
+    for name, layout in runs:
         config = bench_config(layout, "tiny", 16)
         mesh = Mesh.distributed(config.layout, env.rank)
         shape = config.layout.microbatches, config.layout.micro_batch, config.data.seq_len
@@ -52,6 +64,25 @@ def test_peers_have_our_losses() -> None:
         for name, (ours, theirs) in found.items():
             assert ours[0] > ours[-1], name
             assert theirs == pytest.approx(ours, rel=1e-5), name
+
+
+def test_deepspeed_has_our_losses() -> None:
+    """It clips gradients unless told not to."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed; benchmarks/peers/deepspeed.py says how")
+    runs = tuple(("deepspeed", f"dp=2,zero={stage},microbatches=2") for stage in (1, 2, 3))
+    for found in run_ranks(both_losses, 2, runs, time_limit=300):
+        for name, (ours, theirs) in found.items():
+            assert theirs == pytest.approx(ours, rel=1e-5), name
+
+
+def test_a_peer_that_fails_ends_the_bench(tmp_path: Path) -> None:
+    """Its own words are shown, and our ranks do not wait for its turn."""
+    table = bench_config("dp=2", "tiny", 16).to_table()
+    ours = Side("ours", "nobody", table, 1, 1, str(tmp_path))
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)peer nobody failed: .*nobody\.py"):
+        _run_both(ours, replace(ours, name="peer"))
+    assert time.monotonic() - start < TURN_LIMIT_S / 3
 
 
 class Wrapped(Exception):
