@@ -11,6 +11,7 @@ Notation: T tokens of one micro-batch on a rank, D dim, N and K query and KV hea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import ceil
 
 from shardwright.core.cluster import Chip
@@ -165,6 +166,7 @@ def _wide(precision: str) -> str:
     return "bf16" if precision in ("fp8", "fp4") else precision
 
 
+@lru_cache(maxsize=65536)
 def useful_share(m: float, n: float, groups: float, num_sms: int) -> float:
     """Share of the rate that is left by part tiles and a part last wave, for the best tile shape."""
     best = 0.0
