@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwright import bench_steps
-from shardwright.bench_steps import cores, small_run, step_seconds
+from shardwright.bench_steps import small_run, step_seconds
 from shardwright.core.cluster import Cluster
 from shardwright.core.layout import Layout
 from shardwright.core.run_config import RunConfig
 from shardwright.errors import ShardwrightError
+from shardwright.launch import available_cores
 from shardwright.plan.accuracy import errors, spearman
 from shardwright.plan.step_time import Pricer
 from shardwright.train.supported import check_supported
@@ -97,7 +98,7 @@ def compare(ranks: int, count: int, rounds: int, repeats: int, seed: int) -> dic
     timings = [Timing(*row) for row in zip(layouts, planned, measured, strict=True)]
     return {
         "ranks": ranks,
-        "cores": cores(),
+        "cores": available_cores(),
         "spearman": spearman(planned, measured),
         "slower_than_when_measured": slower,
         "at_the_same_speed": errors(corrected, measured),
@@ -111,7 +112,7 @@ def slowdown(cluster: Cluster, alone: Mapping[str, float], ranks: int) -> float:
     """By how much this machine is slower now than when ``cluster`` was measured: from ``alone``, seconds of one-rank steps of
     the model of `bench comm` by layout, trained by all of ``ranks`` at once."""
     pricer = Pricer(small_run("", bench_steps.MODEL, bench_steps.SEQ).model, cluster, bench_steps.SEQ)
-    shared = max(1.0, ranks / cores())
+    shared = max(1.0, ranks / available_cores())
     layouts = {text: small_run(text, bench_steps.MODEL, bench_steps.SEQ).layout for text in alone}
     return statistics.mean(real / shared / pricer.seconds(layouts[text]) for text, real in alone.items())
 

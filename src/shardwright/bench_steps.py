@@ -9,7 +9,6 @@ them. Each layout has its turn in each of several rounds, so that a slow minute 
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from shardwright.bench import random_batches
 from shardwright.comm.mesh import Mesh
 from shardwright.core.cluster import Cluster
 from shardwright.core.run_config import RunConfig
-from shardwright.launch import RankEnv, init_process_group, run_local_ranks
+from shardwright.launch import RankEnv, available_cores, init_process_group, run_local_ranks
 from shardwright.plan.calibrate import least
 from shardwright.plan.stack import MEASURED, Stack, software_of
 from shardwright.plan.step_time import Pricer
@@ -81,7 +80,7 @@ class Step:
 def with_software(cluster: Cluster, *, rounds: int = ROUNDS) -> tuple[Cluster, list[Step]]:
     """``cluster``, one node of CPU ranks, with this machine's own rates of a core and constants of its software; and the
     steps that these are from."""
-    ranks, limit = cluster.gpus_per_node, cores()
+    ranks, limit = cluster.gpus_per_node, available_cores()
     used = min(ranks, limit)
     flops, copied = (min(rates) for rates in zip(*run_local_ranks(core_rates, used, threads_per_rank=1), strict=True))
     chip = replace(cluster.chip, fp32=flops, memory_bandwidth=copied)
@@ -106,12 +105,6 @@ def fitted_stack(cluster: Cluster, seconds: Mapping[str, float]) -> Stack:
         return sum(abs(log(pricer.seconds(run.layout) / real)) for run, real in runs) / len(runs)
 
     return least(error, START, FITTED, 400, pull=PULL)
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def step_seconds(ranks: int, runs: Sequence[RunConfig], rounds: int, repeats: int) -> list[float]:

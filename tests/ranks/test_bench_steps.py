@@ -17,7 +17,7 @@ CORE = Chip("cpu-core", None, None, None, None, 1.2e11, 8 << 30, 1e10, 1e10, Non
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_steps_on_real_ranks_give_constants(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_steps, "MODEL", {**MODEL, "vocab_size": 64, "dim": 32, "ffn_dim": 64})
-    monkeypatch.setattr(bench_steps, "cores", lambda: 2)
+    monkeypatch.setattr(bench_steps, "available_cores", lambda: 2)
     one = Cluster(CORE, 1, ranks, (LinkLevel("host", ranks, 1e10, 1e-5),))
     cluster, steps = bench_steps.with_software(one, rounds=1)
     assert [step.layout for step in steps] == [*ALONE, *together(ranks)]

@@ -152,8 +152,10 @@ def test_wrong_files_are_refused(tmp_path: Path, old: str, new: str, message: st
         ("massage = 3e-4", "unknown constant 'massage'; did you mean 'message'"),
         ("message = true", "message=True must be a number"),
         ("flash = 1", "flash=1 must be true or false"),
-        ("memory = 0.0", "memory=0.0 must be above 0"),
-        ("message = -1e-3", "message=-0.001 must be at least 0"),
+        ("memory = 0.0", "memory=0.0 must be finite and above 0"),
+        ("message = -1e-3", "message=-0.001 must be finite and at least 0"),
+        ("message = nan", "message=nan must be finite and at least 0"),
+        ("step_seconds = inf", "step_seconds=inf must be finite and at least 0"),
     ],
 )
 def test_wrong_constants_are_refused(tmp_path: Path, line: str, message: str) -> None:

@@ -45,6 +45,7 @@ __all__ = [
     "MEMORY_SETTINGS",
     "PRELOAD",
     "RankEnv",
+    "available_cores",
     "default_threads",
     "device_for",
     "init_process_group",
@@ -112,9 +113,13 @@ def default_threads(world_size: int) -> int:
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen.isdecimal() and int(chosen) > 0:
         return int(chosen)
+    return max(1, available_cores() // world_size)
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return max(1, cores // world_size)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def run_local_ranks(

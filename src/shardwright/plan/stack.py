@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
+from math import inf
 from typing import Any
 
 from shardwright.core.cluster import Chip, Cluster
@@ -215,8 +216,9 @@ def stack_for(cluster: Cluster) -> Stack:
         switch = isinstance(getattr(Stack(), key), bool)
         if isinstance(value, bool) is not switch:
             raise ConfigError(f"cluster file, [software]: {key}={value} must be {'true or false' if switch else 'a number'}")
-        if value < 0 or (not value and key in _RATES):
-            raise ConfigError(f"cluster file, [software]: {key}={value} must be {'above' if key in _RATES else 'at least'} 0")
+        if not 0 <= value < inf or (not value and key in _RATES):
+            least = "above" if key in _RATES else "at least"
+            raise ConfigError(f"cluster file, [software]: {key}={value} must be finite and {least} 0")
     if not cluster.software:
         return default_stack(cluster.chip)
     values: dict[str, Any] = dict(cluster.software)
