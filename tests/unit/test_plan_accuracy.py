@@ -14,7 +14,7 @@ from shardwright.errors import ConfigError
 from shardwright.plan import accuracy
 from shardwright.plan.accuracy import assess, errors, spearman, straw_man
 from shardwright.plan.calibrate import BOUNDS, calibrate, fit, mean_error, predict, simplex
-from shardwright.plan.rows import Case, Refused, hardware_flops, read_cases
+from shardwright.plan.rows import Case, Refused, hardware_flops, read_cases, read_rows, training_cases
 from shardwright.plan.serving_rows import read_runs
 from shardwright.plan.stack import Stack, default_stack, fit_of, read_tables, serving_stack, stack_of, write_tables
 from shardwright.plan.step_time import Pricer
@@ -145,6 +145,58 @@ def test_the_command_prints_one_object(shared: Path, tmp_path: Path, capsys: pyt
     assert "cannot read" in capsys.readouterr().err
 
 
+def test_a_family_differs_in_its_layout_only(shared: Path) -> None:
+    cases = [case for case in cases_of(shared, "published_runs", "BLOOM") if "fp16" in case.family]
+    assert len({case.model.num_heads for case in cases}) == 1
+    before = {case.family for case in cases if case.family.endswith("before")}
+    assert len(before) == 1
+    mixed = {case.model.num_heads for case in cases_of(shared, "published_runs", "BLOOM") if " 176B " in case.family}
+    assert mixed == {64, 112, 128}
+    for case in cases_of(shared, "published_runs", "BLOOM"):
+        if " 176B " in case.family:
+            assert f" 176B {case.model.num_heads} " in case.family
+
+
+NOT_IN_THE_TABLE = """
+    fp16 72 14336  64  8  6  8 6 2016 123.57   fp16 72 14336  64  8 12  4 4 1568  92.75   fp16 72 14336  64 8 12 4 2 1568  99.93
+    fp16 72 14336  64  8 12  4 2 2048 128.82   fp16 72 14336  64  8  8  6 4 2016 113.16   fp16 72 14336  64 4 12 8 4 2048 111.89
+    fp16 72 14336  64  4  6 16 2 2048 111.71   fp16 72 14336  64  2 12 16 2 2048 112.50   fp16 72 14336  64 4 24 4 1 2048 130.60
+    fp16 96 12288  64  1 48  8 1 2048 142.17   fp16 78 13824  64  4 12  8 1 2048 148.24   fp16 78 13824  64 4 12 8 2 2048 103.51
+    fp16 78 13824  96  4 12  8 2 2048 107.12   fp16 78 13824 128  4 12  8 2 2048 147.41   fp16 78 13824  64 4 12 8 4 2048 106.72
+    fp16 78 13824  96  4 12  8 4 2048 110.31   fp16 78 13824 128  4 12  8 4 2048 153.90   fp16 78 13824  96 8  6 8 4 2048 118.12
+    fp16 78 13824 128  8  6  8 4 2048 156.84   fp16 72 14336 128  4 12  8 2 2048 114.02   fp16 72 14336 128 4 12 8 4 2048 137.53
+    fp16 72 14336 128  8  6  8 4 2048 116.06   fp16 84 13312  64  4 12  8 2 2048 103.82   fp16 84 13312  64 4 12 8 4 2048 113.21
+    fp16 84 13312  64  8  6  8 2 2048 129.61   fp16 78 13824  96  4 12  8 2  512  35.77   fp16 78 13824  96 4 12 8 2 1024  59.65
+    fp16 78 13824  96  4 12  8 2 1536  83.11   fp16 78 13824  96  8  6  8 2 2048 133.57   fp16 78 13824  96 4  6 16 4 2048 115.55
+    bf16 106 12288 64  4 12  8 2 2048 116.54   bf16 106 12288 96  4 12  8 2 2048 118.79   bf16 106 12288 128 4 12 8 2 2048 121.42
+    bf16 106 12288 96  4 12  8 4 2048 120.34   bf16 82 13312  64  8 12  4 4 2048 111.79   bf16 82 13312 104 4 12 8 2 2048 123.71
+    bf16 82 13312 128  4 12  8 2 2048 108.78   bf16 82 13312  64  4 12  8 4 2048 104.82   bf16 70 14336 128 4 12 8 2 2048 105.89
+    fp16 72 14336  64  4 12  8 2 2048 113.54   fp16 72 14336  64  4 12  8 2 2048 110.42   fp16 72 14336  64 8  6 8 4 2048 113.95
+    fp16 78 13824  96  8  6  8 4 2048 118.24   fp16 106 12288 96  4 12  8 2 2048 112.69   fp16 106 12288 64 4 12 8 2 2048 110.96
+"""
+"""All runs of BigScience's chronicles-prequel (384 A100) after its NUMA settings were mended that the table does not have:
+precision, layers, width, heads, tp, pp, dp, micro-batch, batch, seconds of the second step. No constant was fitted on them."""
+
+
+def test_steps_that_nothing_was_fitted_on(shared: Path) -> None:
+    path = shared / "planner" / "published_runs.csv"
+    rows = [row for row in read_rows(path) if "chronicles-prequel" in row["source"] and row["tokens_per_s_per_gpu"]]
+    like = {precision: next(row for row in rows if row["precision"] == precision) for precision in ("fp16", "bf16")}
+    names = ("precision", "layers", "hidden", "heads", "tp", "pp", "dp", "micro_batch", "global_batch")
+    words = NOT_IN_THE_TABLE.split()
+    found = []
+    for run in (words[place : place + 10] for place in range(0, len(words), 10)):
+        (case,) = training_cases(path, [like[run[0]] | dict(zip(names, run, strict=False))])
+        assert isinstance(case, Case), case
+        work = case.model.num_parameters() * case.layout.global_batch
+        found.append((predict(case, stack_of(case.stack), exact=True) / work, float(run[-1]) / work))
+    said, real = zip(*found, strict=True)
+    assert len(found) == 45
+    assert errors(said, real)["median"] <= 4
+    assert errors(said, real)["mape"] <= 5.5
+    assert spearman(said, real) >= 0.7
+
+
 # -- constants -------------------------------------------------------------------------------------
 
 
@@ -164,6 +216,14 @@ def test_a_fit_finds_the_constants_behind_synthetic_runs(shared: Path, monkeypat
     result = calibrate(made[:4], replace(right, gemm_bf16=0.65), ["gemm_bf16"])
     assert result.rows == 4
     assert result.held_out_mape < 2
+
+
+def test_a_fit_leads_away_from_nothing(shared: Path) -> None:
+    cases = cases_of(shared, "published_runs", "SC21 table 1")[:4]
+    right = Stack(flash=False, message=2e-3)
+    made = [replace(case, seconds=predict(case, right)) for case in cases]
+    found = fit(made, replace(right, message=0.0), ["message"], rounds=25)
+    assert found.message == pytest.approx(2e-3, rel=0.1)
 
 
 def test_every_stack_has_a_source_and_constants_within_bounds() -> None:

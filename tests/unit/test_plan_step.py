@@ -55,6 +55,19 @@ def test_fp8_doubles_the_rate_of_products_only() -> None:
         Kernels(find_chip("a100-80gb"), IDEAL, "fp8").gemm_seconds(8, 8, 8)
 
 
+def test_odd_heads_do_not_reach_the_tensor_cores() -> None:
+    chip = find_chip("a100-80gb")
+
+    def seconds(width: int, precision: str = "bf16") -> float:
+        kernels = Kernels(replace(chip, num_sms=0), IDEAL, precision)
+        kernels.unfused_attention(64, 2048, 2048, 1, 2 * width)
+        return kernels.cost.attention_forward
+
+    assert seconds(108) == pytest.approx(seconds(1080) / 10 * 312 / 19.5, rel=0.02)
+    assert seconds(112) < seconds(108) / 5
+    assert seconds(112, "fp32") > seconds(108, "fp32")
+
+
 def test_flops_of_a_layer_are_the_models() -> None:
     model = preset("llama-3.1-8b")
     cost = layer_cost(model, layer_kind(model, 0), Shape.of(Layout(), 8192), Kernels(CHIP, IDEAL, "bf16"))
@@ -183,6 +196,21 @@ def test_the_host_bounds_small_work() -> None:
         for host in (0.0, 5e-5)
     )
     assert slow.seconds > 5 * fast.seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "shards"), [("zero=1", 1), ("zero=2,accumulate=reduce", 8), ("zero=3,accumulate=reduce", 8), ("zero=3", 1)]
+)
+def test_gradients_of_later_micro_batches_are_added_to_a_sum(pricer: Pricer, text: str, shards: int) -> None:
+    def seconds(microbatches: int, moved: float) -> float:
+        some = pricer.with_stack(replace(pricer.stack, accumulate=moved))
+        keys = text if microbatches > 1 else text.replace(",accumulate=reduce", "")
+        return some.price(mixed(f"tp=8,dp=8,{keys},microbatches={microbatches}")).step.compute_seconds
+
+    assert seconds(1, 6.0) == seconds(1, 0.0)
+    trained = pricer.table.of_rank(pricer.units_of_ranks(Layout())[0], 8, 1).total
+    sums = 3 * trained / shards * 6.0 / (CHIP.memory_bandwidth * pricer.stack.memory)
+    assert seconds(4, 6.0) - seconds(4, 0.0) == pytest.approx(sums, rel=1e-6)
 
 
 def test_offload_takes_time(pricer: Pricer) -> None:

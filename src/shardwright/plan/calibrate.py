@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import exp, log
+from math import exp, log, log10
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,26 @@ def fit(cases: Sequence[Case], start: Stack, names: Sequence[str], rounds: int =
 def least(
     error: Callable[[Stack], float], start: Stack, names: Sequence[str], rounds: int, *, pull: float = PULL
 ) -> Stack:
-    """``start`` with the fields ``names`` moved, within their bounds, to where ``error`` with its pull is least."""
+    """``start`` with the fields ``names`` moved, within their bounds, to where ``error`` with its pull is least.
+
+    Steps in logarithms do not lead away from nothing: a field that starts at its least is tried from each power of ten of it.
+    """
+    found = [_least(error, begin, names, rounds, pull) for begin in _beginnings(start, names)]
+    return min(found, key=lambda loss_and_stack: loss_and_stack[0])[1]
+
+
+def _beginnings(start: Stack, names: Sequence[str]) -> list[Stack]:
+    found = [start]
+    for name in names:
+        low, high = BOUNDS[name]
+        if getattr(start, name) <= low:
+            found += [replace(start, **{name: low * 10.0**power}) for power in range(1, int(log10(high / low)) + 1)]
+    return found
+
+
+def _least(
+    error: Callable[[Stack], float], start: Stack, names: Sequence[str], rounds: int, pull: float
+) -> tuple[float, Stack]:
     origin = [log(max(getattr(start, name), BOUNDS[name][0])) for name in names]
 
     def at(point: Sequence[float]) -> Stack:
@@ -96,7 +115,8 @@ def least(
     def loss(point: Sequence[float]) -> float:
         return error(at(point)) + pull * sum((a - b) ** 2 for a, b in zip(point, origin, strict=True))
 
-    return at(simplex(loss, origin, rounds))
+    found = simplex(loss, origin, rounds)
+    return loss(found), at(found)
 
 
 def simplex(

@@ -29,6 +29,9 @@ OPERAND_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.562
 """Bytes of an operand of a matrix product; fp4 carries a scale of one byte per 16 values."""
 ATTENTION_BACKWARD = 2.5
 """Backward of fused attention over its forward in FLOPs: five products in place of two."""
+ALIGNMENT = 8
+"""Elements of 2 bytes: batched products whose head dim is no multiple of it (16 bytes) do not reach the tensor cores (NVIDIA,
+Matrix Multiplication Background, section 3; BigScience measured 40 % longer steps with head dims of 108 than of 144)."""
 ADAM_BYTES = 30
 """Memory traffic of Adam per owned parameter: read fp32 p, m, v, g; write p, m, v and the bf16 copy."""
 
@@ -132,7 +135,8 @@ class Kernels:
         """Scores as a tensor: two batched products over all keys, softmax and dropout over sequences x heads x keys."""
         batch, half = sequences * heads, width / 2
         wide, stack = _wide(self.precision), self.stack
-        rate = compute_peak(self.chip, wide) * stack.attention
+        aligned = wide != "bf16" or half % ALIGNMENT == 0 or self.chip.fp32 is None
+        rate = compute_peak(self.chip, wide if aligned else "fp32") * stack.attention
         product = 2.0 * batch * queries * keys * half
         scores = batch * queries * keys
         arithmetic = product / (rate * self._useful_share(queries, keys, batch))

@@ -218,13 +218,21 @@ def _published_case(row: Row, group: str, stack: str, label: str) -> Case:
         seq=seq,
         seconds=seconds,
         out_of_memory=oom,
-        family=f"{row['source'][:40]} {row['model']} {row['n_gpus']} {row['gpu']} {row['global_batch']} {row['precision']} {seq}",
+        family=_family(row, seq),
         memory_gib=memory,
         rowwise="rowwise" in row["precision"],
         eager=bool(re.search(r"\beager\b|no compile|compile off", row["notes"])),
         loss_by_operator=stack == "torchtitan" and _before_2025(row),
         allocated=stack == "kempner" or "peak allocated" in row["notes"],
     )
+
+
+def _family(row: Row, seq: int) -> str:
+    """Rows with the same text differ in nothing but their layout, as far as their source says: neither the heads nor the
+    machine (BigScience's chronicles warn not to compare what ran before and after its PCIe and NUMA settings were mended)."""
+    machine = "before" if "before NUMA fix" in row["notes"] else ""
+    fields = ("model", "heads", "n_gpus", "gpu", "global_batch", "precision")
+    return " ".join((row["source"][:40], *(row[field] for field in fields), str(seq), machine)).rstrip()
 
 
 def _before_2025(row: Row) -> bool:
@@ -359,6 +367,7 @@ def _layout(row: Row, model: ModelConfig, stack: str) -> Layout:
         schedule=schedule if virtual > 1 else "1f1b",
         stages=_stages(model.num_layers, pp * virtual),
         zero=0 if sharding in ("ddp", "none") or "zero0" in sharding else 3 if sharded else 1,
+        zero1_reduce="allreduce" if stack == "bloom" else "scatter",  # DeepSpeed's bf16 optimizer sums whole gradients
         micro_batch=micro,
         microbatches=batch // (dp * micro),
         sp="off" if "no sequence parallelism" in recompute or stack in ("megatron-2021", "bloom") or tp == 1 else "on",

@@ -31,6 +31,8 @@ class Stack:
     beyond the links, in the software that calls for it (nothing where a device's queue hides it). ``flash``: attention is one
     kernel that keeps no scores. ``fused``: share of the memory traffic of element-wise work that fusion leaves.
     ``quantise``: bytes of traffic per element of an fp8 or fp4 product's operands for casts, scales and transposed copies.
+    ``accumulate``: bytes per parameter that adding a micro-batch's gradients to the sum of those before moves (6: two are read and one
+    is written of 2 bytes; or the product reads and writes sums of 4 where it would have written 2).
     ``selective_repeats``: share of a forward that ``recompute=selective`` repeats beside fused attention (per-operator
     policies keep every second product). ``saved``: what autograd keeps of a layer over the formula's bytes (unfused norms,
     casts, rotary copies).
@@ -72,6 +74,7 @@ class Stack:
     flash: bool = True
     fused: float = 0.7
     quantise: float = 0.0
+    accumulate: float = 6.0
     selective_repeats: float = 0.0
     saved: float = 1.0
     dp_overlap: float = 0.9

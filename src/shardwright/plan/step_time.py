@@ -203,6 +203,13 @@ class Pricer:
 
     def _without_frozen(self, what: LayerKind | str, layout: Layout, cost: UnitCost) -> None:
         """No weight gradient is made of what is not trained: its share of the unit's parameters stands for its share of that."""
+        held, frozen = self._parameters(what, layout)
+        if share := frozen / held if held else 0.0:
+            cost.backward_weight *= 1 - share
+            cost.flops_backward -= share * (cost.flops_backward - cost.flops_forward)
+
+    def _parameters(self, what: LayerKind | str, layout: Layout) -> tuple[int, int]:
+        """Parameters of one unit on one rank, and how many of them are not trained."""
         table, tp, ep = self.table, layout.tp, layout.ep
         if isinstance(what, LayerKind):
             held, frozen = table.layer(what, tp, ep), table.frozen_layer(what, tp, ep)
@@ -210,9 +217,15 @@ class Pricer:
             held, frozen = table.embedding(tp), table.frozen_end("embedding", tp)
         else:
             held, frozen = table.head(tp, with_embedding=False), table.frozen_end("head", tp)
-        if share := frozen.total / held.total if held.total else 0.0:
-            cost.backward_weight *= 1 - share
-            cost.flops_backward -= share * (cost.flops_backward - cost.flops_forward)
+        return held.total, frozen.total
+
+    def _sum_seconds(self, what: LayerKind | str, layout: Layout) -> float:
+        """What adding a unit's gradients to those of the micro-batches before takes, for one of all micro-batches."""
+        held, frozen = self._parameters(what, layout)
+        summed = (held - frozen) * (1 - 1 / layout.microbatches)
+        if layout.num_reductions > 1:  # only shards are summed
+            summed /= layout.num_shards()
+        return summed * self.stack.accumulate / (self.cluster.chip.memory_bandwidth * self.stack.memory)
 
     def _add_unit(
         self, stage: StageCost, cost: UnitCost, messages: Sequence[Message], count: int, recomputed: bool
@@ -284,14 +297,17 @@ class Pricer:
         for kind, number in held.items():
             cost, among = per_kind[kind]
             self._add_unit(stage, cost, among, number, recomputed)
+            stage.weight.add(self._sum_seconds(kind, layout), 0.0, 0, number)
             sent += [message.times(number) for message in among]
         if index == 0:
             among = traffic.embedding()
             self._add_unit(stage, self._unit("embedding", layout, shape), among, 1, False)
+            stage.weight.add(self._sum_seconds("embedding", layout), 0.0, 0)
             sent += among
         if index == last:
             among = traffic.head()
             self._add_unit(stage, self._unit("head", layout, shape), among, 1, False)
+            stage.weight.add(self._sum_seconds("head", layout), 0.0, 0)
             sent += among
         self._add_boundaries(stage, sent, index, last, traffic.boundary())
         return stage, sent
