@@ -55,6 +55,17 @@ def test_groups_are_split_by_level(grid: RankGrid, axis: str, ways: tuple[int, .
     assert group_span(grid, axis, (8, 32)).ways == ways
 
 
+@pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_group_with_a_part_of_a_node_has_a_part_of_its_links(verb: str) -> None:
+    levels = (LinkLevel("intra", 8, 1e18, 0.0), LinkLevel("inter", 32, B2, 0.0))
+    whole, part = (
+        Network(Cluster(find_chip("h100"), 4, 8, levels), replace(IDEAL, part_node=share)) for share in (1.0, 0.5)
+    )
+    for ways, times in (((1, 4), 1), ((2, 4), 2), ((4, 4), 2), ((8, 4), 1), ((2, 1), 1)):
+        spans = Span(ways)
+        assert part.seconds(verb, 1e9, spans) == pytest.approx(times * whole.seconds(verb, 1e9, spans), rel=1e-3)
+
+
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"])
 def test_a_message_takes_what_the_software_takes_beside_the_links(verb: str) -> None:
     cluster = Cluster(find_chip("h100"), 4, 8, (LinkLevel("intra", 8, B1, 1e-6), LinkLevel("inter", 32, B2, 1e-5)))

@@ -126,11 +126,14 @@ class Walk:
         count = max((places.stop for places in stages.values()), default=0)
         self._of_place: list[list[int]] = [[] for _ in range(count)]
         for index, group in enumerate(held):
-            for place in group.places:
+            for place in () if group.frozen else group.places:
                 self._of_place[place].append(index)
         self._early = [[i for i in found if place in held[i].at_once] for place, found in enumerate(self._of_place)]
         self._param_bytes = [param * group.padded for group in held]
-        self._grad_bytes = [0.0 if group.frozen else grad * group.padded for group in held]
+        self._grad_bytes = [grad * group.padded for group in held]
+        self._shard_bytes = [grad * group.shard for group in held]
+        self._hosted = [layout.offload != "none" and layout.hosted(group.shard) > 0 for group in held]
+        self._places = [tuple(group.places) for group in held]
 
     def peaks(self, row: Sequence[Action]) -> Peaks:
         """Walk ``row`` from its first F to its last W."""
@@ -139,10 +142,10 @@ class Walk:
         self._skip = last - self._times
         self._gathered, self._buffers, self._arriving = Meter(), Meter(), Meter()
         self._whole, self._in_flight = [False] * len(self.held), deque[float]()
-        self._written = [dict.fromkeys(group.places, 0) for group in self.held]
         self._launched = [0] * len(self.held)
         self._done = [0] * len(self._of_place)
-        self._begin_gathers(row)
+        if self.layout.zero == 3:
+            self._begin_gathers(row)
         for action in row:
             places = self.stages[action.stage]
             for place in places if action.kind is Kind.F else reversed(places):
@@ -150,13 +153,14 @@ class Walk:
         return Peaks(self._gathered.peak, self._buffers.peak, self._arriving.peak)
 
     def _use(self, kind: Kind, place: int) -> None:
-        if kind is not Kind.W:
+        gathers = kind is not Kind.W and self.layout.zero == 3
+        if gathers:
             self._acquire()
         if kind in (Kind.W, Kind.BW):
             self._open(self._of_place[place])
         elif kind is Kind.B:
             self._open(self._early[place])
-        if kind is not Kind.W:
+        if gathers:
             self._release()
         if kind in (Kind.W, Kind.BW):
             self._unit_written(place)
@@ -165,9 +169,8 @@ class Walk:
 
     def _begin_gathers(self, row: Sequence[Action]) -> None:
         self._place, self._there, self._on_their_way = 0, set[int](), set[int]()
-        self._uses = uses_of_row(row, {s: [str(place) for place in places] for s, places in self.stages.items()})
-        if self.layout.zero == 3:
-            self._uses = plan_gathers(self._uses, [{str(place) for place in g.places} for g in self.held], self.layout)
+        uses = uses_of_row(row, {s: [str(place) for place in places] for s, places in self.stages.items()})
+        self._uses = plan_gathers(uses, [{str(place) for place in g.places} for g in self.held], self.layout)
         self._start_ahead()
 
     def _start(self, index: int) -> None:
@@ -215,23 +218,24 @@ class Walk:
                 self._buffers.add(self._grad_bytes[index])
 
     def _unit_written(self, place: int) -> None:
-        self._done[place] += 1
-        if self._done[place] <= self._skip:
+        """A group is reduced when all its places are written once more."""
+        done = self._done
+        done[place] += 1
+        if done[place] <= self._skip:
             return
         for index in self._of_place[place]:
-            self._written[index][place] += 1
-        for index in self._of_place[place]:
-            while not self.held[index].frozen and self._launched[index] < min(self._times, min(self._written[index].values())):
+            places = self._places[index]
+            ready = min(self._times, (done[place] if len(places) == 1 else min(done[p] for p in places)) - self._skip)
+            while self._launched[index] < ready:
                 self._launch(index)
 
     def _launch(self, index: int) -> None:
         """Reduce a group: into the shard that is kept, or apart where one is there already or goes to the host."""
-        held = self.held[index]
-        self._open([index])
+        if not self._whole[index]:
+            self._buffers.add(self._grad_bytes[index])
         while len(self._in_flight) >= IN_FLIGHT:
             self._buffers.add(-self._in_flight.popleft())
-        hosted = self.layout.offload != "none" and self.layout.hosted(held.shard) > 0
-        apart = self.grad * held.shard if self._launched[index] or hosted else 0.0
+        apart = self._shard_bytes[index] if self._launched[index] or self._hosted[index] else 0.0
         self._buffers.add(apart)
         self._in_flight.append(self._grad_bytes[index] + apart)
         self._whole[index] = False

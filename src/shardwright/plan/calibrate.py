@@ -28,10 +28,10 @@ from shardwright.plan.step_time import Pricer
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "gemm_bf16": (0.2, 1.0), "gemm_fp8": (0.15, 1.0), "gemm_fp4": (0.1, 1.0), "grouped": (0.2, 1.0), "attention": (0.05, 1.0),
     "memory": (0.3, 1.0), "launch": (1e-7, 1e-4), "host": (1e-7, 1e-4), "intra": (0.1, 1.0), "inter": (0.1, 1.0),
-    "latency": (0.05, 20.0), "message": (1e-7, 5e-3), "fused": (0.2, 2.5), "dp_overlap": (1e-3, 1.0), "tp_overlap": (1e-3, 0.95),
-    "ep_overlap": (1e-3, 0.95), "p2p_overlap": (1e-3, 1.0), "contention": (1e-3, 1.0), "imbalance": (1.0, 1.5),
-    "step_seconds": (1e-5, 5.0), "kv": (0.1, 1.0), "request_seconds": (1e-4, 1.0), "burst": (1e-3, 1.0),
-    "skew": (0.05, 2.5), "quantise": (0.1, 16.0), "async_tp": (0.05, 1.0), "reserve_gib": (1e-2, 20.0),
+    "part_node": (0.2, 1.0), "latency": (0.05, 20.0), "message": (1e-7, 5e-3), "fused": (0.2, 2.5), "dp_overlap": (1e-3, 1.0),
+    "tp_overlap": (1e-3, 0.95), "ep_overlap": (1e-3, 0.95), "p2p_overlap": (1e-3, 1.0), "contention": (1e-3, 1.0),
+    "imbalance": (1.0, 1.5), "step_seconds": (1e-5, 5.0), "kv": (0.1, 1.0), "request_seconds": (1e-4, 1.0),
+    "burst": (1e-3, 1.0), "skew": (0.05, 2.5), "quantise": (0.1, 16.0), "async_tp": (0.05, 1.0), "reserve_gib": (1e-2, 20.0),
     "reserve_share": (1e-3, 0.3), "saved": (0.8, 2.5),
 }  # fmt: skip
 PULL = 0.03
@@ -92,11 +92,14 @@ def least(
 
 
 def _beginnings(start: Stack, names: Sequence[str]) -> list[Stack]:
+    """``start``, and for each field that is at its least one more for every power of ten of it."""
     found = [start]
     for name in names:
         low, high = BOUNDS[name]
         if getattr(start, name) <= low:
-            found += [replace(start, **{name: low * 10.0**power}) for power in range(1, int(log10(high / low)) + 1)]
+            for power in range(1, int(log10(high / low)) + 1):
+                changed: dict[str, Any] = {name: low * 10.0**power}
+                found.append(replace(start, **changed))
     return found
 
 

@@ -14,7 +14,8 @@ send                1         S
 ==================  ========  ==========================
 
 A group that spans levels is split: k ranks inside a block of the inner level and n/k blocks across. Inside runs over S,
-across over S/k on each of the k ranks' links (so a strided group, k = 1, sees the outer links only).
+across over S/k on each of the k ranks' links (so a strided group, k = 1, sees the outer links only). Where k is some but
+not all of a block, the links across reach the stack's ``part_node`` of their rate.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Network:
         fast = [cluster.gpus_per_node, *(level.size for level in cluster.levels if level.name == RACK)]
         shares = [stack.intra if level.size <= max(fast) else stack.inter for level in cluster.levels]
         self._share = shares
-        self._latency, self._message = stack.latency, stack.message
+        self._latency, self._message, self._part_node = stack.latency, stack.message, stack.part_node
 
     def span(self, grid: RankGrid, axis: str) -> Span:
         """Where the groups of ``axis`` lie."""
@@ -146,17 +147,21 @@ class Network:
         names = [level.name for level in self.levels if distance < level.size]
         return names[0] if names else (self.levels[-1].name if self.levels else "")
 
-    def _transfer(self, index: int, wire: float, message: float, hops: float) -> float:
+    def _transfer(self, index: int, wire: float, message: float, hops: float, inside: int = 1) -> float:
+        """``inside``: ranks of the group in each of the blocks that this level joins."""
         level: LinkLevel = self.levels[index]
         rate = level.bandwidth * self._share[index] * level.efficiency_at(message)
+        if index and 1 < inside < self.sizes[index - 1]:
+            rate *= self._part_node
         return level.latency * self._latency * hops + wire / rate
 
     def _gather(self, num_bytes: float, span: Span) -> float:
-        phases, piece = [], num_bytes
+        phases, piece, inside = [], num_bytes, 1
         for index, ways in enumerate(span.ways):
             if ways > 1:
-                phases.append(self._transfer(index, piece * (ways - 1) / ways, piece / ways, ways - 1))
+                phases.append(self._transfer(index, piece * (ways - 1) / ways, piece / ways, ways - 1, inside))
             piece /= ways
+            inside *= ways
         longest = max(phases)
         return longest + (sum(phases) - longest) / CHUNKS
 
@@ -167,8 +172,8 @@ class Network:
         inner = Span((*span.ways[:index], *([1] * (len(span.ways) - index))))
         scatter = self._gather(num_bytes, inner) if inner.size > 1 else 0.0
         piece = num_bytes / inner.size
-        ring = self._transfer(index, 2 * piece * (ways - 1) / ways, piece / ways, 2 * (ways - 1))
-        tree = self._transfer(index, 2 * piece, piece, 2 * ceil(log2(ways)))
+        ring = self._transfer(index, 2 * piece * (ways - 1) / ways, piece / ways, 2 * (ways - 1), inner.size)
+        tree = self._transfer(index, 2 * piece, piece, 2 * ceil(log2(ways)), inner.size)
         across = min(ring, tree)
         return max(2 * scatter, across) + min(2 * scatter, across) / CHUNKS
 

@@ -27,12 +27,14 @@ class Stack:
     ``attention``: the score products, of the bf16 peak. ``memory``: of the memory's bandwidth. ``launch``: what one
     kernel takes beyond its work; ``host``: what the host needs to launch it (a micro-batch takes at least that for all
     its kernels).
-    ``intra``, ``inter``: of the links' bandwidth; ``latency``: factor on the links' latency; ``message``: what a message takes
+    ``intra``, ``inter``: of the links' bandwidth; ``part_node``: of that, across nodes, where a group has some but not all
+    GPUs of a node (its ring enters at one and leaves at another, so each direction has a part of the node's links);
+    ``latency``: factor on the links' latency; ``message``: what a message takes
     beyond the links, in the software that calls for it (nothing where a device's queue hides it). ``flash``: attention is one
     kernel that keeps no scores. ``fused``: share of the memory traffic of element-wise work that fusion leaves.
     ``quantise``: bytes of traffic per element of an fp8 or fp4 product's operands for casts, scales and transposed copies.
-    ``accumulate``: bytes per parameter that adding a micro-batch's gradients to the sum of those before moves (6: two are read and one
-    is written of 2 bytes; or the product reads and writes sums of 4 where it would have written 2).
+    ``accumulate``: bytes per parameter that adding a micro-batch's gradients to the sum of those before moves (6: two are
+    read and one is written of 2 bytes; or the product reads and writes sums of 4 where it would have written 2).
     ``selective_repeats``: share of a forward that ``recompute=selective`` repeats beside fused attention (per-operator
     policies keep every second product). ``saved``: what autograd keeps of a layer over the formula's bytes (unfused norms,
     casts, rotary copies).
@@ -69,6 +71,7 @@ class Stack:
     host: float = 0.0
     intra: float = 0.75
     inter: float = 0.8
+    part_node: float = 1.0
     latency: float = 1.0
     message: float = 0.0
     flash: bool = True
