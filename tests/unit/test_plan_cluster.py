@@ -153,6 +153,7 @@ def test_wrong_files_are_refused(tmp_path: Path, old: str, new: str, message: st
         ("message = true", "message=True must be a number"),
         ("flash = 1", "flash=1 must be true or false"),
         ("memory = 0.0", "memory=0.0 must be finite and above 0"),
+        ("part_node = 0.0", "part_node=0.0 must be finite and above 0"),
         ("message = -1e-3", "message=-0.001 must be finite and at least 0"),
         ("message = nan", "message=nan must be finite and at least 0"),
         ("step_seconds = inf", "step_seconds=inf must be finite and at least 0"),

@@ -31,7 +31,7 @@ ATTENTION_BACKWARD = 2.5
 """Backward of fused attention over its forward in FLOPs: five products in place of two."""
 ALIGNMENT = 8
 """Elements of 2 bytes: batched products whose head dim is no multiple of it (16 bytes) do not reach the tensor cores (NVIDIA,
-Matrix Multiplication Background, section 3; BigScience measured 40 % longer steps with head dims of 108 than of 144)."""
+Matrix Multiplication Background, Tensor Core Requirements; BigScience measured 40 % longer steps with 108 than with 144)."""
 ADAM_BYTES = 30
 """Memory traffic of Adam per owned parameter: read fp32 p, m, v, g; write p, m, v and the bf16 copy."""
 

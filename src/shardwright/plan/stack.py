@@ -208,7 +208,10 @@ def eager(stack: Stack) -> Stack:
     return replace(stack, fused=stack.fused * EAGER_TRAFFIC, compiled=False)
 
 
-_RATES = ("gemm_bf16", "gemm_fp8", "gemm_fp4", "grouped", "attention", "memory", "intra", "inter", "host_bandwidth", "kv")
+_RATES = (
+    "gemm_bf16", "gemm_fp8", "gemm_fp4", "grouped", "attention", "memory", "intra", "inter", "part_node", "host_bandwidth",
+    "kv",
+)  # fmt: skip
 """Constants that something is divided by."""
 MEASURED = "measured"
 """Name of a stack whose constants a cluster file has."""
