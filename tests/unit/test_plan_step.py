@@ -213,6 +213,18 @@ def test_gradients_of_later_micro_batches_are_added_to_a_sum(pricer: Pricer, tex
     assert seconds(4, 6.0) - seconds(4, 0.0) == pytest.approx(sums, rel=1e-6)
 
 
+def test_sums_of_experts_are_those_of_their_own_shards() -> None:
+    model, layout = preset("qwen3-30b-a3b"), mixed("dp=8,ep=4,zero=2,accumulate=reduce,microbatches=4")
+    steps = [
+        Pricer(model, Cluster.parse("h100:1x8"), 4096, Stack(accumulate=moved)).price(layout).step.compute_seconds
+        for moved in (6.0, 0.0)
+    ]
+    pricer = Pricer(model, Cluster.parse("h100:1x8"), 4096)
+    held = pricer.table.of_rank(pricer.units_of_ranks(layout)[0], 1, 4)
+    sums = 3 * (held.dense / 8 + held.experts / 2) * 6.0 / (CHIP.memory_bandwidth * Stack().memory)
+    assert steps[0] - steps[1] == pytest.approx(sums, rel=1e-6)
+
+
 def test_offload_takes_time(pricer: Pricer) -> None:
     here, there = (pricer.price(mixed(f"tp=8,dp=8,zero=1,offload={kind}")) for kind in ("none", "optimizer"))
     assert there.step.optimizer_seconds > 10 * here.step.optimizer_seconds

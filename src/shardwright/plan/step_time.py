@@ -204,11 +204,11 @@ class Pricer:
     def _without_frozen(self, what: LayerKind | str, layout: Layout, cost: UnitCost) -> None:
         """No weight gradient is made of what is not trained: its share of the unit's parameters stands for its share of that."""
         held, frozen = self._parameters(what, layout)
-        if share := frozen / held if held else 0.0:
+        if share := frozen.total / held.total if held.total else 0.0:
             cost.backward_weight *= 1 - share
             cost.flops_backward -= share * (cost.flops_backward - cost.flops_forward)
 
-    def _parameters(self, what: LayerKind | str, layout: Layout) -> tuple[int, int]:
+    def _parameters(self, what: LayerKind | str, layout: Layout) -> tuple[Parameters, Parameters]:
         """Parameters of one unit on one rank, and how many of them are not trained."""
         table, tp, ep = self.table, layout.tp, layout.ep
         if isinstance(what, LayerKind):
@@ -217,14 +217,14 @@ class Pricer:
             held, frozen = table.embedding(tp), table.frozen_end("embedding", tp)
         else:
             held, frozen = table.head(tp, with_embedding=False), table.frozen_end("head", tp)
-        return held.total, frozen.total
+        return held, frozen
 
     def _sum_seconds(self, what: LayerKind | str, layout: Layout) -> float:
         """What adding a unit's gradients to those of the micro-batches before takes, for one of all micro-batches."""
         held, frozen = self._parameters(what, layout)
-        summed = (held - frozen) * (1 - 1 / layout.microbatches)
-        if layout.num_reductions > 1:  # only shards are summed
-            summed /= layout.num_shards()
+        dense, experts = shard_ranks(layout) if layout.num_reductions > 1 else (1, 1)  # shards are summed, or all
+        trained = (held.dense - frozen.dense) / dense + (held.experts - frozen.experts) / experts
+        summed = trained * (1 - 1 / layout.microbatches)
         return summed * self.stack.accumulate / (self.cluster.chip.memory_bandwidth * self.stack.memory)
 
     def _add_unit(
